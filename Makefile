@@ -1,0 +1,38 @@
+# Every target sets up the virtual environment itself.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: install demo train test parity lint benchmark clean
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,test]'
+	@touch $@
+
+demo: $(STAMP)      ## a language model learns from real text on 2 local processes (< 60 s)
+	$(BIN)/meshwright demo
+
+train: $(STAMP)     ## a transformer that beats n-gram tables (<= 10 min on 2 cores)
+	$(BIN)/meshwright train examples/stdlib.toml
+
+test: $(STAMP)      ## lint, types and all tests (< 8 min on 2 cores)
+	$(BIN)/ruff check meshwright tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+parity: $(STAMP)    ## full products of the parity tests; resumable, table in docs/parity.md
+	$(BIN)/python -m tests.parity.matrix
+
+lint: $(STAMP)
+	$(BIN)/ruff check meshwright tests benchmarks
+	$(BIN)/ruff format --check meshwright tests benchmarks
+	$(BIN)/mypy
+
+benchmark: $(STAMP)
+	$(BIN)/python benchmarks/data_parallel.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache

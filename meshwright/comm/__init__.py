@@ -1,0 +1,1 @@
+"""The only package that talks to the network: meshes bound to process groups, operations, their log."""

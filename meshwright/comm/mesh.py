@@ -1,0 +1,181 @@
+"""A MeshSpec bound to process groups: who this process is, and whom it talks to.
+
+Reads the environment (ours, torchrun's, SLURM's), connects, and makes one group for each set of axes that is
+asked for. Groups are passed to whoever needs them; nothing here is global except torch's own default group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.log import CommLog
+from meshwright.comm.ops import Group
+from meshwright.comm.transports.base import Transport
+from meshwright.comm.transports.gloo import GlooTransport
+from meshwright.comm.transports.nccl import NcclTransport
+from meshwright.errors import PlanError, WorkerError
+from meshwright.mesh import DATA_AXES, MeshSpec
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among all of them.
+
+    Attributes:
+        rank: global rank.
+        size: number of processes.
+        local_rank: rank on this host.
+        address: host of rank 0's store.
+        port: its port.
+        attempt: number of restarts so far (torchrun's elastic agent); keeps attempts' store keys apart.
+        source: `single`, `environment` (torchrun and our launcher) or `slurm`.
+        store_exists: whether somebody else (torchrun's agent) already serves the store.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    attempt: int = 0
+    source: Literal["single", "environment", "slurm"] = "single"
+    store_exists: bool = False
+
+
+def world_of(environment: Mapping[str, str]) -> World:
+    """Read RANK, WORLD_SIZE ... (torchrun, our launcher) or SLURM_PROCID ... ; else one process."""
+    get = environment.get
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return World(
+            rank=int(environment["RANK"]),
+            size=int(environment["WORLD_SIZE"]),
+            local_rank=int(get("LOCAL_RANK", "0")),
+            address=get("MASTER_ADDR", "127.0.0.1"),
+            port=int(get("MASTER_PORT", "29500")),
+            attempt=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
+            source="environment",
+            store_exists=get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    if "SLURM_PROCID" in environment and int(get("SLURM_NTASKS", "1")) > 1:
+        job = int(get("SLURM_JOB_ID", "0"))
+        hosts = get("SLURM_STEP_NODELIST", get("SLURM_NODELIST", "127.0.0.1"))
+        return World(
+            rank=int(environment["SLURM_PROCID"]),
+            size=int(environment["SLURM_NTASKS"]),
+            local_rank=int(get("SLURM_LOCALID", "0")),
+            address=get("MASTER_ADDR", first_slurm_host(hosts)),
+            # One port a job, the same on every node without asking anybody.
+            port=int(get("MASTER_PORT", str(15000 + job % 20000))),
+            attempt=int(get("SLURM_RESTART_COUNT", "0")),
+            source="slurm",
+        )
+    return World()
+
+
+def first_slurm_host(node_list: str) -> str:
+    """First host of a SLURM node list: `gpu[03-07,12],login1` -> `gpu03`."""
+    prefix, bracket, rest = node_list.partition("[")
+    if not bracket or "," in prefix:
+        return node_list.split(",")[0]
+    first, closing, suffix = rest.partition("]")
+    return prefix + first.split(",")[0].split("-")[0] + suffix.split(",")[0] if closing else node_list
+
+
+def current_world() -> World:
+    """The world of this process, from its environment."""
+    return world_of(os.environ)
+
+
+def connect(world: World, *, device: torch.device, timeout_seconds: float) -> None:
+    """Join the process group of all ranks. One process alone connects to nobody.
+
+    Raises:
+        WorkerError: E403 when the port is taken or nobody answers.
+    """
+    if world.size == 1:
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        server = world.rank == 0 and not world.store_exists
+        store = dist.TCPStore(world.address, world.port, is_master=server, timeout=timeout)
+    except (RuntimeError, OSError) as error:
+        raise WorkerError(
+            "E403",
+            f"cannot use port {world.port} of {world.address} (rank {world.rank} of {world.size}): "
+            f"{str(error).splitlines()[0]}. Local runs pick a free port: unset MASTER_PORT, or set it to a "
+            f"free one.",
+        ) from error
+    # An agent's store outlives a failed attempt: without a prefix of their own, restarted ranks would read the
+    # addresses of the dead ones (torch.distributed's env:// does, and fails most of the time).
+    prefixed = dist.PrefixStore(f"meshwright/attempt{world.attempt}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=prefixed, rank=world.rank, world_size=world.size, timeout=timeout
+    )
+
+
+def disconnect() -> None:
+    """Leave the process group, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Mesh:
+    """A MeshSpec bound to this process: its coordinates, and its groups.
+
+    Args:
+        spec: the axes; their product must be the world size.
+        world: who this process is.
+        log: where operations are recorded.
+        device: where tensors live; decides the transport.
+        axis_sets: groups to make, name to axes; every rank must ask for the same ones in the same order.
+    """
+
+    def __init__(
+        self,
+        spec: MeshSpec,
+        world: World,
+        *,
+        log: CommLog,
+        device: torch.device,
+        axis_sets: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        if spec.world_size != world.size:
+            sizes = " x ".join(f"{name} {size}" for name, size in spec.sizes().items())
+            raise PlanError("E200", f"{sizes} = {spec.world_size}, but {world.size} processes started")
+        self.spec = spec
+        self.world = world
+        self.rank = world.rank
+        self.device = device
+        self.log = log
+        self.coordinates = spec.coordinates(world.rank)
+        sets = axis_sets or {"dp": DATA_AXES}
+        self._groups = {name: self._make_group(name, axes) for name, axes in sets.items()}
+
+    def group(self, name: str) -> Group:
+        """The group called `name`, e.g. `dp`: every rank over which a replicated gradient is summed."""
+        return self._groups[name]
+
+    def _make_group(self, name: str, axes: Sequence[str]) -> Group:
+        ranks = self.spec.peers(self.rank, axes)
+        index = self.spec.index(self.rank, axes)
+        if len(ranks) == 1:
+            return Group(name, ranks, 0, None, self.log)
+        if len(ranks) == self.spec.world_size:
+            process_group = dist.group.WORLD
+        else:
+            # Every rank makes every group, in the same order: torch's rule.
+            made = {group: dist.new_group(list(group)) for group in self.spec.groups(axes)}
+            process_group = made[ranks]
+        assert process_group is not None, f"group {name} of ranks {ranks} has no process group: not connected"
+        kind: type[NcclTransport] | type[GlooTransport]
+        kind = NcclTransport if self.device.type == "cuda" else GlooTransport
+        transport: Transport = kind(process_group, index, len(ranks))
+        return Group(name, ranks, index, transport, self.log)

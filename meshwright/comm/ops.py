@@ -1,0 +1,165 @@
+"""The operations: each is logged before it is issued and returns a handle.
+
+A group of one rank communicates nothing and logs nothing: the same code runs on one process. Errors of the
+network become `WorkerError` with the operation in the text, so that the launcher can tell a consequence (a
+peer died) from a cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.log import CommLog
+from meshwright.comm.transports.base import Transport, Work
+from meshwright.errors import WorkerError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate with each other along some axes of the mesh.
+
+    Attributes:
+        axis: name used in the log, e.g. `dp`.
+        ranks: global ranks, ascending.
+        index: position of this rank in `ranks`.
+        transport: None for a group of one rank.
+        log: this rank's log.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+    transport: Transport | None
+    log: CommLog
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+class Handle:
+    """An operation in flight; `wait` before using its result. A second `wait` does nothing."""
+
+    def __init__(self, log: CommLog | None = None, sequence: int = -1, work: Work | None = None) -> None:
+        self._log = log
+        self._sequence = sequence
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when the result may be used; on CUDA the current stream waits, not the host."""
+        work, self._work = self._work, None
+        if work is None or self._log is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _network_error(self._log, self._sequence, error) from error
+        self._log.finish(self._sequence)
+
+
+DONE = Handle()
+
+
+def _network_error(log: CommLog, sequence: int, error: RuntimeError) -> WorkerError:
+    event = next((event for event in log.events() if event.sequence == sequence), None)
+    what = event.describe() if event else f"operation #{sequence}"
+    first_line = str(error).strip().splitlines()[0]
+    return WorkerError("E401", f"rank {log.rank} lost its peers in {what}: {first_line}")
+
+
+def _issue(
+    group: Group, op: str, tensor: Tensor, cause: str, call: Callable[[Transport], Work]
+) -> Handle:
+    if group.size == 1 or group.transport is None:
+        return DONE
+    sequence = group.log.start(
+        op,
+        group.axis,
+        peers=_peer_text(group.ranks),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        numel=tensor.numel(),
+        nbytes=tensor.numel() * tensor.element_size(),
+        cause=cause,
+    )
+    try:
+        return Handle(group.log, sequence, call(group.transport))
+    except RuntimeError as error:
+        raise _network_error(group.log, sequence, error) from error
+
+
+def _peer_text(ranks: tuple[int, ...]) -> str:
+    """`0,1,2` for few ranks, `0..62/2` (first, last, stride) for many."""
+    text = ",".join(map(str, ranks))
+    return text if len(text) <= 36 else f"{ranks[0]}..{ranks[-1]}/{ranks[1] - ranks[0]}"
+
+
+def all_reduce(tensor: Tensor, group: Group, *, cause: str) -> Handle:
+    """Start summing the contiguous `tensor` over the group, in place."""
+    return _issue(group, "all_reduce", tensor, cause, lambda transport: transport.all_reduce(tensor))
+
+
+def reduce_scatter(output: Tensor, source: Tensor, group: Group, *, cause: str) -> Handle:
+    """Start summing `source` (P·n elements) over the group; rank i gets part i in `output` (n elements).
+
+    `output` may be this rank's own slice of `source`.
+    """
+    _check_parts(output, source, group, "reduce_scatter")
+    if group.size == 1:
+        _copy_unless_same(output, source)
+    return _issue(
+        group, "reduce_scatter", source, cause, lambda transport: transport.reduce_scatter(output, source)
+    )
+
+
+def all_gather(output: Tensor, source: Tensor, group: Group, *, cause: str) -> Handle:
+    """Start concatenating every rank's `source` (n elements) into `output` (P·n elements).
+
+    `source` may be this rank's own slice of `output`.
+    """
+    _check_parts(source, output, group, "all_gather")
+    if group.size == 1:
+        _copy_unless_same(output, source)
+    return _issue(group, "all_gather", output, cause, lambda transport: transport.all_gather(output, source))
+
+
+def broadcast(tensor: Tensor, group: Group, *, index: int, cause: str) -> Handle:
+    """Start copying `tensor` of the group's rank number `index` to all."""
+    return _issue(group, "broadcast", tensor, cause, lambda transport: transport.broadcast(tensor, index))
+
+
+def all_to_all(output: Tensor, source: Tensor, group: Group, *, cause: str) -> Handle:
+    """Start exchanging equal blocks of the first dim: block j of `source` goes to rank j."""
+    if group.size == 1:
+        _copy_unless_same(output, source)
+    return _issue(group, "all_to_all", source, cause, lambda transport: transport.all_to_all(output, source))
+
+
+def send(tensor: Tensor, group: Group, *, index: int, tag: int = 0, cause: str) -> Handle:
+    """Start sending `tensor` to the group's rank number `index`."""
+    return _issue(group, "send", tensor, cause, lambda transport: transport.send(tensor, index, tag))
+
+
+def receive(tensor: Tensor, group: Group, *, index: int, tag: int = 0, cause: str) -> Handle:
+    """Start receiving into `tensor` from the group's rank number `index`."""
+    return _issue(group, "receive", tensor, cause, lambda transport: transport.receive(tensor, index, tag))
+
+
+def barrier(group: Group, *, cause: str) -> None:
+    """Return once every rank of the group has come here."""
+    _issue(group, "barrier", torch.empty(0), cause, lambda transport: transport.barrier()).wait()
+
+
+def _check_parts(part: Tensor, whole: Tensor, group: Group, op: str) -> None:
+    assert part.numel() * group.size == whole.numel(), (
+        f"{op} over {group.size} ranks: {part.numel()} x {group.size} is not {whole.numel()} elements"
+    )
+
+
+def _copy_unless_same(output: Tensor, source: Tensor) -> None:
+    if output.data_ptr() != source.data_ptr():
+        output.copy_(source)
