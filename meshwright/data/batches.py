@@ -78,9 +78,8 @@ def _check_geometry(geometry: BatchGeometry) -> None:
     batch, micro, dp = geometry.global_batch, geometry.num_microbatches, geometry.dp_size
     if batch % micro == 0 and batch // micro >= dp:
         return
-    least = micro * dp
-    below, above = batch // least * least, -(-batch // least) * least
-    nearest = ", ".join(str(value) for value in sorted({below, above} - {0}))
+    multiples = (batch // micro * micro, -(-batch // micro) * micro)
+    nearest = ", ".join(str(value) for value in sorted({max(value, micro * dp) for value in multiples}))
     raise PlanError(
         "E203",
         f"train.global_batch={batch} cannot be cut into {micro} equal micro-steps with a sample for each of "
