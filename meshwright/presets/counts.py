@@ -21,7 +21,7 @@ def _attention_matrices(preset: ModelPreset) -> int:
 
 
 def _feed_forward_matrices(preset: ModelPreset, num_experts: int) -> int:
-    """Numel of one layer's feed-forward matrices with `num_experts` experts, and the router if there is one."""
+    """Numel of one layer's feed-forward matrices with `num_experts` experts, and of the router, if any."""
     num_matrices = 2 if preset.family in ("gpt", "bert") else 3
     expert = num_matrices * preset.dim * preset.ffn_dim
     if preset.family == "mixtral":
@@ -69,7 +69,7 @@ def num_parameters(preset: ModelPreset) -> int:
 
 
 def matmul_parameters(preset: ModelPreset) -> int:
-    """Parameters that every token is multiplied with: the output head yes, embedding tables and idle experts no."""
+    """Parameters a token is multiplied with: the output head yes, embedding tables and idle experts no."""
     if preset.family == "mlp":
         return _mlp_matrices(preset)
     layer = _attention_matrices(preset) + _feed_forward_matrices(preset, preset.experts_per_token)
