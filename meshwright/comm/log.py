@@ -23,12 +23,13 @@ RING_SIZE = 256
 _MAGIC = b"MWRING01"
 # magic, rank, world size, pid, events started, step, wall time of the last progress, what the rank is doing
 _HEADER = struct.Struct("<8sIIIQqd64s")
-# sequence, started, finished (0 while in flight), numel, op, axis, dtype, peers, cause
-_RECORD = struct.Struct("<QddQ16s24s12s40s88s")
+# sequence, started, finished (0 while in flight), ordinal, numel, op, axis, dtype, peers, cause
+_RECORD = struct.Struct("<QddQQ16s24s12s40s88s")
 _HEADER_BYTES = 256
 # Offsets of the header's and a record's changing fields.
 _NUM_STARTED, _STEP, _PROGRESSED = 20, 28, 36
 _FINISHED = 16
+POINT_TO_POINT = frozenset({"send", "receive"})
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class CommEvent:
 
     Attributes:
         sequence: number of this event on this rank, from 0.
-        op: `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `all_to_all`, `send`, `receive`, `barrier`.
+        ordinal: number of this collective over its axis on this rank, from 0; what ranks of a group compare by.
+            Sends and receives have their own counts: their order differs between peers by right.
+        op: `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `all_to_all`, `send`, `receive` or
+            `barrier`.
         axis: name of the group, e.g. `dp`.
         peers: ranks of the group.
         dtype: element type as torch names it, without `torch.`.
@@ -48,6 +52,7 @@ class CommEvent:
     """
 
     sequence: int
+    ordinal: int
     op: str
     axis: str
     peers: str
@@ -58,8 +63,8 @@ class CommEvent:
     finished: float
 
     def describe(self) -> str:
-        """One line for people: `all_reduce #12 of 1,000 float32 over dp (reduce bucket 0)`."""
-        return f"{self.op} #{self.sequence:,} of {self.numel:,} {self.dtype} over {self.axis} ({self.cause})"
+        """One line for people: `all_reduce #12 of 1,000 float32 over dp (reduce bucket 0)`, by ordinal."""
+        return f"{self.op} #{self.ordinal:,} of {self.numel:,} {self.dtype} over {self.axis} ({self.cause})"
 
     def same_call(self, other: CommEvent) -> bool:
         """Whether both ranks asked for the same thing."""
@@ -107,6 +112,7 @@ class CommLog:
         self.num_started = 0
         self.in_flight: dict[int, float] = {}
         self._digests: dict[str, int] = {}
+        self._ordinals: Counter[tuple[str, str]] = Counter()
         size = _HEADER_BYTES + RING_SIZE * _RECORD.size
         if path is None:
             self._map = mmap.mmap(-1, size)
@@ -118,12 +124,16 @@ class CommLog:
                 self._map = mmap.mmap(file.fileno(), size)
         _HEADER.pack_into(self._map, 0, _MAGIC, rank, world_size, os.getpid(), 0, -1, time.time(), b"start")
 
-    def start(self, op: str, axis: str, *, peers: str, dtype: str, numel: int, nbytes: int, cause: str) -> int:
+    def start(
+        self, op: str, axis: str, *, peers: str, dtype: str, numel: int, nbytes: int, cause: str
+    ) -> int:
         """Record an operation that is about to be issued; returns its sequence number."""
         sequence, now = self.num_started, time.time()
         offset = _HEADER_BYTES + (sequence % RING_SIZE) * _RECORD.size
         fields = (op.encode(), axis.encode(), dtype.encode(), peers.encode(), cause.encode())
-        _RECORD.pack_into(self._map, offset, sequence, now, 0.0, numel, *fields)
+        order = (axis, op if op in POINT_TO_POINT else "")
+        _RECORD.pack_into(self._map, offset, sequence, now, 0.0, self._ordinals[order], numel, *fields)
+        self._ordinals[order] += 1
         self.num_started += 1
         self.in_flight[sequence] = now
         struct.pack_into("<Q", self._map, _NUM_STARTED, self.num_started)
@@ -144,7 +154,7 @@ class CommLog:
         struct.pack_into("<d", self._map, _PROGRESSED, now)
 
     def digest(self, axis: str) -> int:
-        """A 20-bit number that equals that of the peers exactly when all issued the same calls over `axis`."""
+        """A 20-bit number that equals that of the peers when all issued the same calls over `axis`."""
         return self._digests.get(axis, 0) & 0xFFFFF
 
     def progress(self, phase: str, step: int | None = None) -> None:
@@ -152,6 +162,15 @@ class CommLog:
         if step is not None:
             struct.pack_into("<q", self._map, _STEP, step)
         struct.pack_into("<d64s", self._map, _PROGRESSED, time.time(), phase.encode())
+
+    @property
+    def progressed(self) -> float:
+        """Seconds since the epoch when this rank last started or finished something or told its phase."""
+        return struct.unpack_from("<d", self._map, _PROGRESSED)[0]
+
+    def state(self) -> RingState:
+        """What another process would read from the ring now."""
+        return _state(self._map)
 
     def events(self) -> tuple[CommEvent, ...]:
         """The events still in the ring, oldest first."""
@@ -171,10 +190,16 @@ def _records(buffer: mmap.mmap | bytes) -> Iterator[CommEvent]:
     num_started = _HEADER.unpack_from(buffer, 0)[4]
     for sequence in range(max(0, num_started - RING_SIZE), num_started):
         offset = _HEADER_BYTES + (sequence % RING_SIZE) * _RECORD.size
-        stored, started, finished, numel, op, axis, dtype, peers, cause = _RECORD.unpack_from(buffer, offset)
+        stored, started, finished, ordinal, numel, *raw = _RECORD.unpack_from(buffer, offset)
         if stored == sequence and started:
-            texts = (_text(op), _text(axis), _text(peers), _text(dtype))
-            yield CommEvent(stored, *texts, numel, _text(cause), started, finished)
+            op, axis, dtype, peers, cause = map(_text, raw)
+            yield CommEvent(stored, ordinal, op, axis, peers, dtype, numel, cause, started, finished)
+
+
+def _state(buffer: mmap.mmap | bytes) -> RingState:
+    _, rank, world_size, pid, num_started, step, progressed, phase = _HEADER.unpack_from(buffer, 0)
+    events = tuple(_records(buffer))
+    return RingState(rank, world_size, pid, num_started, step, progressed, _text(phase), events)
 
 
 def read_ring(path: Path) -> RingState | None:
@@ -183,11 +208,9 @@ def read_ring(path: Path) -> RingState | None:
         raw = path.read_bytes()
     except OSError:
         return None
-    if len(raw) < _HEADER_BYTES or not raw.startswith(_MAGIC):
+    if len(raw) < _HEADER_BYTES + RING_SIZE * _RECORD.size or not raw.startswith(_MAGIC):
         return None
-    _, rank, world_size, pid, num_started, step, progressed, phase = _HEADER.unpack_from(raw, 0)
-    events = tuple(_records(raw))
-    return RingState(rank, world_size, pid, num_started, step, progressed, _text(phase), events)
+    return _state(raw)
 
 
 def ring_path(folder: Path, rank: int) -> Path:

@@ -116,9 +116,7 @@ def connect(world: World, *, device: torch.device, timeout_seconds: float) -> No
     # addresses of the dead ones (torch.distributed's env:// does, and fails most of the time).
     prefixed = dist.PrefixStore(f"meshwright/attempt{world.attempt}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=prefixed, rank=world.rank, world_size=world.size, timeout=timeout
-    )
+    dist.init_process_group(backend, store=prefixed, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
 def disconnect() -> None:

@@ -72,9 +72,7 @@ def _network_error(log: CommLog, sequence: int, error: RuntimeError) -> WorkerEr
     return WorkerError("E401", f"rank {log.rank} lost its peers in {what}: {first_line}")
 
 
-def _issue(
-    group: Group, op: str, tensor: Tensor, cause: str, call: Callable[[Transport], Work]
-) -> Handle:
+def _issue(group: Group, op: str, tensor: Tensor, cause: str, call: Callable[[Transport], Work]) -> Handle:
     if group.size == 1 or group.transport is None:
         return DONE
     sequence = group.log.start(

@@ -47,7 +47,9 @@ class RankPool:
         self._num_calls = 0
         self._store: Any = None
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
         """Results of `function(mesh, *args)` by rank.
 
         Raises:

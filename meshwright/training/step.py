@@ -1,0 +1,159 @@
+"""The training step: the only one, for every layout.
+
+The normaliser law lives here. A loss is a pair (sum, count); backward runs on the sum, and the gradient is divided
+exactly once, by the count over all micro-steps and data ranks, in the same pass that clips it.
+
+Everything that ranks must agree on travels in one small float64 all-reduce a step: loss sum, count, squared norm,
+the mask of used parameters, and a digest of every collective issued so far. If the digests differ, some ranks ran
+different collectives, and whatever they computed is wrong: the step raises instead of going on silently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import ops
+from meshwright.comm.ops import Group
+from meshwright.errors import NumericsError, WorkerError
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.clip import clip_coefficient, gradient_norm
+from meshwright.training.state import TrainState
+
+# (model, batch) -> (sum over the batch as a 0-dim tensor, number of things summed)
+Loss = Callable[[Any, Any], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, the same on every rank.
+
+    Attributes:
+        loss: global sum / global count.
+        count: things that the loss counted, e.g. valid tokens.
+        grad_norm: norm of the normalised gradient over all logical parameters, before clipping.
+        applied: False when the loss or the norm was not finite and the update was left out.
+        scale: factor by which the summed gradient was multiplied: clip coefficient / count.
+    """
+
+    loss: float
+    count: int
+    grad_norm: float
+    applied: bool
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    loss_sum: float
+    count: float
+    norm_squared: float
+    used: set[str]
+
+
+def train_step(
+    state: TrainState,
+    micro_batch: Callable[[int], Any],
+    *,
+    loss: Loss,
+    num_microbatches: int,
+    lr: float,
+    clip_norm: float | None,
+) -> StepResult:
+    """Run one optimizer step.
+
+    Args:
+        state: what the step changes; `state.step` grows by one.
+        micro_batch: micro-step number -> this rank's part of that micro-batch.
+        loss: (model, batch) -> (sum, count).
+        num_microbatches: micro-steps to accumulate.
+        lr: learning rate of this step.
+        clip_norm: limit of the global gradient norm, or None.
+
+    Raises:
+        NumericsError: E602 when the loss counted nothing on any rank.
+        WorkerError: E404 when ranks issued different collectives.
+    """
+    engine, log = state.engine, state.engine.group.log
+    log.progress("forward and backward", state.step)
+    engine.start_step()
+    local = torch.zeros(2, dtype=torch.float64)
+    for microbatch in range(num_microbatches):
+        log.progress("data")
+        batch = micro_batch(microbatch)
+        log.progress("forward and backward")
+        local += _accumulate(engine, loss, batch, last=microbatch == num_microbatches - 1)
+    log.progress("step reduction")
+    agreed = _agree(engine, local)
+    if agreed.count <= 0:
+        raise NumericsError(
+            "E602",
+            f"step {state.step}: the loss counted {agreed.count:g} elements over all ranks; every label is "
+            f"ignored. Leave such batches out, or check the labels.",
+        )
+    norm = gradient_norm(agreed.norm_squared, agreed.count)
+    applied = math.isfinite(agreed.loss_sum) and math.isfinite(norm)
+    scale = clip_coefficient(norm, clip_norm) / agreed.count if applied else 0.0
+    if applied:
+        log.progress("optimizer")
+        engine.scale_gradients(scale)
+        state.optimizer.step(lr=lr, used=agreed.used)
+        engine.finish_step()
+    state.step += 1
+    state.tokens += int(agreed.count)
+    return StepResult(agreed.loss_sum / agreed.count, int(agreed.count), norm, applied, scale)
+
+
+def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss) -> float:
+    """Mean loss over `batches` of all ranks, without gradients. Every rank has equally many batches."""
+    engine.model.eval()
+    local = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        with engine.evaluation():
+            total, count = loss(engine.model, batch)
+        local += torch.tensor([float(total), float(count)], dtype=torch.float64)
+    engine.model.train()
+    on_device = local.to(engine.device)
+    ops.all_reduce(on_device, engine.group, cause="evaluation loss").wait()
+    total, count = on_device.tolist()
+    return total / count if count else math.nan
+
+
+def _accumulate(engine: ShardingEngine, loss: Loss, batch: Any, *, last: bool) -> Tensor:
+    """Forward and backward of one micro-batch; returns (sum, count) of this rank."""
+    engine.start_microbatch(last=last)
+    total, count = loss(engine.model, batch)
+    engine.start_backward()
+    if total.requires_grad:
+        total.backward()
+    engine.finish_microbatch()
+    return torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
+
+
+def _agree(engine: ShardingEngine, local: Tensor) -> _Agreed:
+    """The one small reduction of a step."""
+    group = engine.group
+    digest = group.log.digest(group.axis)
+    head = [*local.tolist(), float(engine.norm_squared()), float(digest), float(digest * digest)]
+    payload = torch.cat([torch.tensor(head, dtype=torch.float64), engine.used_mask()]).to(engine.device)
+    ops.all_reduce(payload, group, cause="step reduction").wait()
+    values = payload.tolist()
+    _check_same_calls(group, int(values[3]), int(values[4]))
+    mask = zip(engine.parameter_names, values[5:], strict=True)
+    return _Agreed(values[0], values[1], values[2], {name for name, uses in mask if uses})
+
+
+def _check_same_calls(group: Group, digest_sum: int, digest_square_sum: int) -> None:
+    """Numbers are all equal exactly when n times the sum of squares is the square of the sum."""
+    if group.size * digest_square_sum != digest_sum * digest_sum:
+        last = group.log.events()[-1]
+        raise WorkerError(
+            "E404",
+            f"ranks of {group.axis} issued different collectives before {last.describe()} on rank {group.log.rank}: "
+            f"some rank ran other modules than its peers. Every rank must run the same blocks in every micro-batch.",
+        )

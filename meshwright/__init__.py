@@ -1,0 +1,25 @@
+"""Meshwright trains large models on many devices; the result never depends on how the mesh is factored.
+
+Names of this module are imported on first use, so that planning and the command line start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "MeshSpec": "meshwright.mesh",
+    "RunConfig": "meshwright.training.config",
+    "TrainPlan": "meshwright.layout.plan",
+    "train": "meshwright.launching",
+}
+__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "train"]  # noqa: F822  (lazy)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'meshwright' has no attribute {name!r}")

@@ -1,0 +1,83 @@
+"""Rules between two fields of a plan: world size against axes, batch against data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.errors import PlanError
+from meshwright.layout.plan import Precision, TrainPlan
+from meshwright.layout.policy import find_policy
+from meshwright.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a user fixed of a plan; None is derived.
+
+    Attributes:
+        policy: `ddp`, `zero1` ... or a ZeRO stage.
+        dp: data-parallel size; None takes what the other axes leave of the world.
+        micro_batch: samples a rank and micro-step; None makes one micro-step.
+        precision: element type.
+        bucket_bytes: bucket target; None keeps the policy's.
+    """
+
+    policy: str | int = "ddp"
+    dp: int | None = None
+    micro_batch: int | None = None
+    precision: Precision = "fp32"
+    bucket_bytes: int | None = None
+
+
+def make_plan(
+    request: PlanRequest, *, world_size: int, global_batch: int, world_source: str = ""
+) -> TrainPlan:
+    """Derive what `request` leaves open and check the result.
+
+    Args:
+        request: the fixed parts.
+        world_size: number of processes that were started.
+        global_batch: samples a step.
+        world_source: where the world size comes from, for the error text, e.g. `SLURM_NTASKS`.
+
+    Raises:
+        PlanError: E200 (axes against processes) or E203 (batch against dp x micro x accumulate).
+    """
+    dp = world_size if request.dp is None else request.dp
+    if dp != world_size:
+        raise PlanError(
+            "E200",
+            f"tp 1 x pp 1 x cp 1 x dp {dp} = {dp}, but {world_size} processes started (ep is inside dp x cp, it "
+            f"does not multiply). Set plan.dp={world_size}, or start {dp}."
+            + (f" Is a world of {world_size} intended? It came from {world_source}." if world_source else ""),
+        )
+    micro_batch = request.micro_batch
+    if micro_batch is None:
+        if global_batch % dp:
+            raise _batch_error(global_batch, dp, 1)
+        micro_batch = global_batch // dp
+    if micro_batch < 1 or global_batch < 1 or global_batch % (dp * micro_batch):
+        raise _batch_error(global_batch, dp, max(micro_batch, 1))
+    return TrainPlan(
+        mesh=MeshSpec.of(dp_shard=dp),
+        policy=find_policy(request.policy, bucket_bytes=request.bucket_bytes),
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        num_microbatches=global_batch // (dp * micro_batch),
+        precision=request.precision,
+    )
+
+
+def _batch_error(global_batch: int, dp: int, micro: int) -> PlanError:
+    unit = dp * micro
+    lower = global_batch // unit
+    choices = [f"{k * unit} (k={k})" for k in (lower, lower + 1) if k >= 1]
+    fitting = [m for m in range(1, global_batch // dp + 1) if global_batch % (dp * m) == 0] if dp else []
+    micros = (
+        f" Or plan.micro_batch = {', '.join(map(str, fitting[-6:]))} for {global_batch}." if fitting else ""
+    )
+    return PlanError(
+        "E203",
+        f"global_batch {global_batch} ≠ dp {dp} x micro {micro} x accumulate k. "
+        f"Nearest: {', '.join(choices)}.{micros} global_batch is never changed silently.",
+    )

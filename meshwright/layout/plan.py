@@ -1,0 +1,53 @@
+"""The plan of a run: the value that the trainer runs, tests compare and files store."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.layout.policy import ShardingPolicy, find_policy
+from meshwright.mesh import MeshSpec
+
+Precision = Literal["fp64", "fp32"]
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """How one run is laid out; a layout changes speed and memory only, never the result.
+
+    Attributes:
+        mesh: the axes and their sizes.
+        policy: what each rank keeps, and when it communicates.
+        global_batch: samples a step, over all ranks and micro-steps.
+        micro_batch: samples a rank and micro-step.
+        num_microbatches: micro-steps a step; global_batch = dp x micro_batch x num_microbatches.
+        precision: element type of parameters, gradients and optimizer state.
+    """
+
+    mesh: MeshSpec
+    policy: ShardingPolicy
+    global_batch: int
+    micro_batch: int
+    num_microbatches: int
+    precision: Precision = "fp32"
+
+    def describe(self) -> str:
+        """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`."""
+        name = self.policy.name if self.mesh.dp == 1 else f"{self.policy.name}x{self.mesh.dp}"
+        return f"{name} · micro {self.micro_batch} x accumulate {self.num_microbatches} · {self.precision}"
+
+    def to_json(self) -> str:
+        """Stable JSON, the inverse of `from_json`."""
+        value = dataclasses.asdict(self)
+        value["mesh"] = {axis.name: axis.size for axis in self.mesh.axes}
+        return json.dumps(value, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainPlan:
+        """Rebuild a plan that `to_json` wrote."""
+        value: dict[str, Any] = json.loads(text)
+        value["mesh"] = MeshSpec.of(**value["mesh"])
+        value["policy"] = dataclasses.replace(find_policy(value["policy"]["name"]), **value["policy"])
+        return cls(**value)

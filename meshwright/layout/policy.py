@@ -1,0 +1,92 @@
+"""Sharding policies: the rows of the bucket engine's table. Engine, tests and simulator read the same row.
+
+| policy | before use | after use | gradient ready | last micro-batch | after step |
+|---|---|---|---|---|---|
+| ddp | - | - | accumulate | all_reduce | - |
+| zero1 | - | - | accumulate | reduce_scatter | all_gather |
+| zero2 | - | - | reduce_scatter | - | all_gather |
+| zero3 | all_gather | free | reduce_scatter | - | - |
+
+Sources: DDP, VLDB 2020 (arXiv 2006.15704); ZeRO (arXiv 1910.02054); FSDP (arXiv 2304.11277).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshwright.errors import PlanError
+
+DEFAULT_BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class ShardingPolicy:
+    """When the bucket engine communicates, and what each rank keeps.
+
+    Attributes:
+        name: `ddp`, `zero1`, `zero2` or `zero3`.
+        before_use: what a module's use of its weights asks for.
+        after_use: what happens to gathered weights once the module has run.
+        gradient_ready: `accumulate` adds to the full local gradient; `reduce_scatter` sums over the ranks at
+            once and adds to the shard.
+        last_microbatch: the reduction of accumulated gradients, once a step.
+        after_step: how updated weights reach the ranks that do not own them.
+        keep_last: keep one unit gathered between forward and backward (the root where it holds parameters, else
+            the last block): 2U-1 gathers a micro-batch instead of 2U.
+        bucket_bytes: target size of a bucket of `ddp`, `zero1`, `zero2`; zero3 makes one bucket a module.
+        alignment_numel: elements to which every parameter's start is rounded up in a bucket (64 bytes of fp32:
+            a vector register, and what tensor cores ask for).
+    """
+
+    name: str
+    before_use: Literal["all_gather"] | None
+    after_use: Literal["free"] | None
+    gradient_ready: Literal["accumulate", "reduce_scatter"]
+    last_microbatch: Literal["all_reduce", "reduce_scatter"] | None
+    after_step: Literal["all_gather"] | None
+    keep_last: bool = True
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    alignment_numel: int = 16
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether a rank updates only its own part of the parameters."""
+        return self.last_microbatch != "all_reduce"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank keeps only its own part of the gradients between micro-batches."""
+        return self.gradient_ready == "reduce_scatter"
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank keeps only its own part of the parameters between uses."""
+        return self.before_use == "all_gather"
+
+
+_ROWS = (
+    ShardingPolicy("ddp", None, None, "accumulate", "all_reduce", None),
+    ShardingPolicy("zero1", None, None, "accumulate", "reduce_scatter", "all_gather"),
+    ShardingPolicy("zero2", None, None, "reduce_scatter", None, "all_gather"),
+    ShardingPolicy("zero3", "all_gather", "free", "reduce_scatter", None, None),
+)
+POLICY_NAMES = tuple(row.name for row in _ROWS)
+_ALIASES = {"fsdp": "zero3", "zero0": "ddp"}
+
+
+def find_policy(name: str | int, *, bucket_bytes: int | None = None) -> ShardingPolicy:
+    """The policy called `name` (`ddp`, `zero1` ...), or of ZeRO stage `name` (0..3).
+
+    Raises:
+        PlanError: E204 for an unknown name.
+    """
+    wanted = f"zero{name}" if isinstance(name, int) or name.isdigit() else name.lower()
+    wanted = _ALIASES.get(wanted, wanted)
+    for row in _ROWS:
+        if row.name == wanted:
+            return row if bucket_bytes is None else replace(row, bucket_bytes=bucket_bytes)
+    near = difflib.get_close_matches(wanted, POLICY_NAMES, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise PlanError("E204", f"unknown sharding policy {name!r}; known: {', '.join(POLICY_NAMES)}.{hint}")

@@ -1,0 +1,367 @@
+"""The bucket engine: shards an unmodified model by a policy and moves its weights and gradients.
+
+Life of a step, called by `training/step.py`:
+
+    start_step
+      start_microbatch(last=...)   zero3: gather the root and the first unit
+        forward of the user's loss
+      start_backward
+        backward                   hooks take gradients; complete buckets are reduced, in one common order
+      finish_microbatch            incomplete buckets are reduced too: a missing gradient hangs nobody
+                                   after the last one every gradient shard holds the sum over ranks and
+                                   micro-batches
+    (norm, clip, optimizer on `shards`)
+    finish_step                    zero1, zero2: gather the updated weights
+
+Gradients stay sums; dividing by the global count is the training step's business. Knows nothing of optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm import ops
+from meshwright.comm.ops import Group
+from meshwright.errors import PlanError
+from meshwright.layout.bucket import Bucket, Piece, Unit, group_by_module, group_by_size
+from meshwright.layout.policy import ShardingPolicy
+from meshwright.sharding.gatherer import GatheredUnit, Gatherer
+from meshwright.sharding.memory import BucketMemory, BufferPool, Initialiser
+from meshwright.sharding.units import assign_units, find_units, parameter_specs
+
+# Reductions in flight at once: more hides nothing (the next one waits for the wire) and each holds a buffer.
+MAX_REDUCTIONS_IN_FLIGHT = 2
+# Rows of the norm: float32 sums over longer vectors lose digits (7e-4 relative at 16.8 M elements), so squares
+# are summed in float32 over short rows and in float64 over rows.
+NORM_ROW_NUMEL = 1 << 12
+
+
+@dataclass(frozen=True)
+class ShardParameter:
+    """What the optimizer sees: one rank's piece of one logical parameter.
+
+    Attributes:
+        name: of the logical parameter.
+        shape: of the logical parameter.
+        piece: which flat elements this rank owns.
+        parameter: 1-D view of this rank's memory; its `.grad` is a view of the summed gradient.
+        gradient: that view.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    piece: Piece
+    parameter: nn.Parameter
+    gradient: Tensor
+
+
+class ShardingEngine:
+    """Shards `model` over `group` by `policy`; the model is changed in place and its class is not.
+
+    Args:
+        model: any module; parameters may be on the meta device if `initialiser` can draw them.
+        policy: a row of the table.
+        group: the data-parallel ranks.
+        device: where the memory lives.
+        initialiser: values of meta parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: ShardingPolicy,
+        group: Group,
+        device: torch.device,
+        initialiser: Initialiser | None = None,
+    ) -> None:
+        self.model = model
+        self.policy = policy
+        self.group = group
+        self.device = device
+        self.units = plan_units(model, policy, group.size)
+        parameters = dict(model.named_parameters())
+        self._names = list(parameters)
+        index = group.index
+        self._unit_memories = [
+            [BucketMemory(bucket, parameters, policy, index) for bucket in unit.buckets]
+            for unit in self.units
+        ]
+        self.memories = [memory for memories in self._unit_memories for memory in memories]
+        with torch.no_grad():
+            for memory in self.memories:
+                memory.allocate(device, initialiser)
+            self._move_rest(model, device)
+        self._trained = [memory for memory in self.memories if memory.bucket.trainable]
+        self._make_pools(device)
+        self._make_shards()
+        self._used: set[str] = set()
+        self._last = True
+        self._next_bucket = 0
+        self._in_flight: list[BucketMemory] = []
+        self._gatherer = self._make_gatherer(model) if policy.shards_parameters else None
+        for memory in self._trained:
+            for position, parameter in enumerate(memory.parameters):
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _p, memory=memory, position=position: self._take(memory, position)
+                )
+
+    def _move_rest(self, model: nn.Module, device: torch.device) -> None:
+        """Parameters of no bucket (frozen, not sharded) and buffers go to the device as they are."""
+        bucketed = {parameter for memory in self.memories for parameter in memory.parameters}
+        for parameter in model.parameters():
+            if parameter not in bucketed and parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.is_meta:
+                    raise PlanError(
+                        "E206",
+                        f"buffer {name!r} of {type(module).__name__} is on the meta device: its values are "
+                        f"unknown. Build the model on a real device.",
+                    )
+                if buffer.device != device:
+                    setattr(module, name, buffer.to(device))  # nn.Module keeps it a (non-)persistent buffer
+
+    def _make_pools(self, device: torch.device) -> None:
+        """One pool of open gradient buffers an element type for blocks, and a buffer of its own for each root bucket."""
+        self._pools: dict[BucketMemory, BufferPool] = {}
+        self.pools: list[BufferPool] = []
+        shared: dict[torch.dtype, list[BucketMemory]] = {}
+        for unit, memories in zip(self.units, self._unit_memories, strict=True):
+            for memory in memories:
+                if not memory.sums_in_shard:
+                    continue
+                if unit.is_root and self.policy.shards_parameters:
+                    self._add_pool([memory], device)
+                else:
+                    shared.setdefault(memory.dtype, []).append(memory)
+        for memories in shared.values():
+            self._add_pool(memories, device)
+
+    def _add_pool(self, memories: list[BucketMemory], device: torch.device) -> None:
+        pool = BufferPool(max(memory.bucket.numel for memory in memories), memories[0].dtype, device)
+        self.pools.append(pool)
+        self._pools.update(dict.fromkeys(memories, pool))
+
+    def _make_shards(self) -> None:
+        self.shards: list[ShardParameter] = []
+        for memory in self._trained:
+            specs = {spec.name: spec for spec in memory.bucket.parameters}
+            for piece in memory.pieces():
+                where = slice(piece.offset, piece.offset + piece.stop - piece.start)
+                view = nn.Parameter(memory.weight_shard[where])
+                gradient = memory.gradient_shard[where]
+                view.grad = gradient
+                self.shards.append(ShardParameter(piece.name, specs[piece.name].shape, piece, view, gradient))
+
+    def _make_gatherer(self, model: nn.Module) -> Gatherer:
+        units = [
+            GatheredUnit(unit.name, memories)
+            for unit, memories in zip(self.units, self._unit_memories, strict=True)
+        ]
+        return Gatherer(
+            units,
+            find_units(model),
+            self.group,
+            keep_last=self.policy.keep_last,
+            finish_unit=self._finish_unit,
+        )
+
+    # The life of a step.
+
+    def start_step(self) -> None:
+        """Forget the last step's gradients."""
+        self._used.clear()
+        for memory in self._trained:
+            memory.start_step()
+
+    def start_microbatch(self, *, last: bool) -> None:
+        """Before a forward; `last` says that no further micro-batch follows in this step."""
+        self._last = last
+        self._next_bucket = 0
+        for memory in self._trained:
+            memory.start_microbatch()
+        if self._gatherer is not None:
+            self._gatherer.start_forward()
+
+    def start_backward(self) -> None:
+        """Between forward and backward."""
+        if self._gatherer is not None:
+            self._gatherer.start_backward()
+
+    def finish_microbatch(self) -> None:
+        """After a backward: reduce what is incomplete, free what is gathered."""
+        if self._gatherer is not None:
+            self._gatherer.finish_backward()
+            self._finish_root()
+        elif self._reduces_now:
+            for position in range(self._next_bucket, len(self._trained)):
+                self._reduce(self._trained[position])
+        self._drain(0)
+        if self._last:
+            for memory in self._trained:
+                memory.finish_step_sum()
+
+    def finish_step(self) -> None:
+        """After the optimizer: gather updated weights where the policy says so."""
+        if self.policy.after_step != "all_gather":
+            return
+        handles = [
+            ops.all_gather(
+                memory.weights, memory.weight_shard, self.group, cause=f"gather {memory.bucket.name}"
+            )
+            for memory in self._trained
+        ]
+        for handle in handles:
+            handle.wait()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Run forwards without gradients inside; weights are gathered and freed as in training."""
+        with torch.no_grad():
+            if self._gatherer is not None:
+                self._gatherer.start_forward(evaluation=True)
+            try:
+                yield
+            finally:
+                if self._gatherer is not None:
+                    self._gatherer.finish_evaluation()
+
+    # What the training step reads.
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of all distinct parameters, in order of registration; the same on every rank."""
+        return self._names
+
+    def used_mask(self) -> Tensor:
+        """float64 vector over `parameter_names`: 1 where this rank got a gradient in this step."""
+        return torch.tensor([float(name in self._used) for name in self._names], dtype=torch.float64)
+
+    def norm_squared(self) -> Tensor:
+        """Sum of squares (float64, 0-dim) over the gradient elements that this rank counts.
+
+        Every logical element is counted on exactly one rank, also where gradients are replicated (ddp).
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for memory in self._trained:
+            counted = memory.gradient_shard
+            if memory.owner_count == 1 and self.group.size > 1:
+                counted = counted.view(self.group.size, -1)[self.group.index]
+            total += sum_of_squares(counted).cpu()
+        return total
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient shard."""
+        if factor == 1.0:
+            return
+        for memory in self._trained:
+            memory.gradient_shard.mul_(factor)
+
+    def storage_bytes(self) -> dict[str, int]:
+        """Bytes held by the engine now, counted from the storages themselves.
+
+        Keys: `weights` (full flat weights, gathered ones included), `weight_shards`, `gradients` (full flat
+        gradients that stay), `gradient_shards`, `pool` (open gradient buffers), `communication` (receive buffers).
+        """
+        result = dict.fromkeys(
+            ("weights", "weight_shards", "gradients", "gradient_shards", "pool", "communication"), 0
+        )
+        for memory in self.memories:
+            result["weights"] += memory.weights.untyped_storage().nbytes()
+            if memory.transient:
+                result["weight_shards"] += memory.weight_shard.untyped_storage().nbytes()
+            if memory.sums_in_shard:
+                result["gradient_shards"] += memory.gradient_shard.untyped_storage().nbytes()
+            elif memory.gradients is not None:
+                result["gradients"] += memory.gradients.untyped_storage().nbytes()
+        result["pool"] = sum(b.untyped_storage().nbytes() for pool in self.pools for b in pool.buffers)
+        if self.group.transport is not None:
+            result["communication"] = self.group.transport.scratch_bytes
+        return result
+
+    # Gradients.
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self.policy.shards_gradients or self._last
+
+    def _take(self, memory: BucketMemory, position: int) -> None:
+        if memory.gradients is None:
+            memory.open(self._pools[memory])
+        self._used.add(memory.bucket.parameters[position].name)
+        if memory.take_gradient(position) and self._gatherer is None and self._reduces_now:
+            self._reduce_in_order()
+
+    def _reduce_in_order(self) -> None:
+        """Start reductions of complete buckets, never one before its predecessors: every rank the same order."""
+        while self._next_bucket < len(self._trained) and not self._trained[self._next_bucket].missing:
+            self._reduce(self._trained[self._next_bucket])
+            self._next_bucket += 1
+
+    def _finish_unit(self, unit: GatheredUnit) -> None:
+        for memory in unit.memories:
+            if memory.bucket.trainable:
+                self._reduce(memory)
+
+    def _finish_root(self) -> None:
+        for unit, memories in zip(self.units, self._unit_memories, strict=True):
+            if unit.is_root:
+                for memory in memories:
+                    if memory.bucket.trainable:
+                        self._reduce(memory)
+
+    def _reduce(self, memory: BucketMemory) -> None:
+        if memory.sums_in_shard and memory.gradients is None:
+            memory.open(self._pools[memory])  # no parameter of it got a gradient here; a peer may have some
+        assert memory.gradients is not None
+        memory.zero_unwritten()
+        cause = f"reduce {memory.bucket.name}"
+        if self.policy.last_microbatch == "all_reduce":
+            memory.reduction = ops.all_reduce(memory.gradients, self.group, cause=cause)
+        else:
+            output = memory.gradients[memory.shard_slice]
+            memory.reduction = ops.reduce_scatter(output, memory.gradients, self.group, cause=cause)
+        self._in_flight.append(memory)
+        if self.policy.shards_optimizer:
+            self._drain(MAX_REDUCTIONS_IN_FLIGHT - 1)
+
+    def _drain(self, keep: int) -> None:
+        while len(self._in_flight) > keep:
+            memory = self._in_flight.pop(0)
+            assert memory.reduction is not None
+            memory.reduction.wait()
+            memory.reduction = None
+            if memory.sums_in_shard:
+                memory.close(self._pools[memory])
+
+
+def plan_units(model: nn.Module, policy: ShardingPolicy, num_shards: int) -> tuple[Unit, ...]:
+    """Group the model's parameters into units and buckets as `policy` wants them."""
+    specs = parameter_specs(model)
+    alignment = policy.alignment_numel
+    if policy.shards_parameters:
+        unit_of = assign_units(model, find_units(model))
+        return group_by_module(specs, unit_of, num_shards=num_shards, alignment_numel=alignment)
+    return group_by_size(
+        specs, num_shards=num_shards, bucket_bytes=policy.bucket_bytes, alignment_numel=alignment
+    )
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Sum of squares of a 1-D tensor as float64 (0-dim), accurate for any length."""
+    whole = x.numel() // NORM_ROW_NUMEL * NORM_ROW_NUMEL
+    rows = torch.linalg.vector_norm(x[:whole].view(-1, NORM_ROW_NUMEL), dim=1).double()
+    tail = torch.linalg.vector_norm(x[whole:].double())
+    return rows.square().sum() + tail.square()
+
+
+def buckets_of(units: tuple[Unit, ...]) -> list[Bucket]:
+    """All buckets of all units, in order."""
+    return [bucket for unit in units for bucket in unit.buckets]

@@ -1,0 +1,256 @@
+"""zero3: when the weights of each unit are gathered, and when they are freed.
+
+A unit's weights are gathered before its module runs, one unit ahead, and freed after; gathered again before its
+backward and freed when the next unit's backward starts. The order of use of the last micro-batch predicts the
+next one; a wrong prediction costs time, never correctness.
+
+Backward is found by hooks on the module's output tensors, not on modules: a tensor's gradient is complete exactly
+when the backward of the module that made it may start. Autograd executes in reverse order of creation, so units
+start backward in reverse order of use, on every rank alike.
+
+Limits: a unit's weights may only be used inside its module's forward (anything else is an error, since released
+weights have no memory), and every rank must run the same units in the same order (checked once a step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm import ops
+from meshwright.comm.ops import Group, Handle
+from meshwright.sharding.memory import BucketMemory
+
+Phase = Literal["idle", "forward", "backward", "evaluation"]
+
+
+@dataclass(eq=False)
+class GatheredUnit:
+    """A unit and the state of its weights.
+
+    Attributes:
+        name: module name; empty for the root.
+        memories: its buckets.
+        pending_backward: forward calls of this micro-batch whose backward has not started.
+    """
+
+    name: str
+    memories: list[BucketMemory]
+    state: Literal["released", "coming", "ready"] = "released"
+    handles: list[Handle] = field(default_factory=list)
+    pending_backward: int = 0
+
+
+class Gatherer:
+    """Gathers and frees the weights of units around their use.
+
+    Args:
+        units: the root first where there is one.
+        modules: unit name to module, for all but the root.
+        group: ranks over which weights are sharded.
+        keep_last: keep one unit from forward to backward.
+        finish_unit: called when a unit's backward is certainly over, before the next unit's starts.
+    """
+
+    def __init__(
+        self,
+        units: list[GatheredUnit],
+        modules: dict[str, nn.Module],
+        group: Group,
+        *,
+        keep_last: bool,
+        finish_unit: Callable[[GatheredUnit], None],
+    ) -> None:
+        self._group = group
+        self._keep_last = keep_last
+        self._finish_unit = finish_unit
+        self._root = units[0] if units and not units[0].name else None
+        self._blocks = [unit for unit in units if unit.name]
+        self._expected = list(self._blocks)
+        self._order: list[GatheredUnit] = []
+        self._position = 0
+        self._open: GatheredUnit | None = None
+        self._phase: Phase = "idle"
+        self._hooks: list[Any] = []
+        for unit in self._blocks:
+            module = modules[unit.name]
+            before = module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
+            after = module.register_forward_hook(
+                lambda _module, _args, output, unit=unit: self._after_forward(unit, output)
+            )
+            self._hooks += [before, after]
+
+    def remove_hooks(self) -> None:
+        """Leave the modules as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # Phases of a micro-batch, called by the engine.
+
+    def start_forward(self, *, evaluation: bool = False) -> None:
+        """Gather the root and the first block; the root is ready on return."""
+        self._phase = "evaluation" if evaluation else "forward"
+        self._order = []
+        if self._root is not None:
+            self._start_gather(self._root)
+        if self._expected:
+            self._start_gather(self._expected[0])
+        if self._root is not None:
+            self._wait(self._root)
+
+    def start_backward(self) -> None:
+        """Gather the last block ahead; without keep_last also the root again."""
+        self._finish_forward()
+        self._phase = "backward"
+        self._open = None
+        self._position = len(self._order)
+        if self._root is not None:
+            self._start_gather(self._root)
+        if self._order:
+            self._start_gather(self._order[-1])
+        if self._root is not None:
+            self._wait(self._root)
+
+    def finish_backward(self) -> None:
+        """Finish and free whatever is left."""
+        self._finish_open(None)
+        for unit in [*self._blocks, *([self._root] if self._root else [])]:
+            if unit.pending_backward:  # its output took no part in the loss
+                unit.pending_backward = 0
+                self._finish_unit(unit)
+            self._release(unit)
+        self._phase = "idle"
+
+    def finish_evaluation(self) -> None:
+        """Free whatever an evaluation gathered."""
+        for unit in [*self._blocks, *([self._root] if self._root else [])]:
+            self._release(unit)
+        self._phase = "idle"
+
+    def _finish_forward(self) -> None:
+        """Free blocks that were gathered ahead and not used, and the root unless it is the one kept."""
+        kept = (self._root or (self._order[-1] if self._order else None)) if self._keep_last else None
+        for unit in [*self._blocks, *([self._root] if self._root else [])]:
+            if unit is not kept:
+                self._release(unit)
+        if self._order:
+            self._expected = list(self._order)
+
+    # Hooks.
+
+    def _before_forward(self, unit: GatheredUnit) -> None:
+        if self._phase == "idle":
+            raise RuntimeError(
+                f"module {unit.name!r} runs outside of a step: its weights are sharded (zero3); "
+                f"call it through the training step or the engine's evaluation()"
+            )
+        self._wait(unit)
+        if self._phase == "backward":  # recomputation: the output hook has gathered, nothing is freed here
+            return
+        self._order.append(unit)
+        self._position = len(self._order)
+        if self._position < len(self._expected):
+            self._start_gather(self._expected[self._position])
+
+    def _after_forward(self, unit: GatheredUnit, output: object) -> None:
+        if self._phase == "backward":
+            return
+        tensors = [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        if tensors:
+            unit.pending_backward += 1
+            once = _Once(lambda: self._before_backward(unit))
+            for tensor in tensors:
+                tensor.register_hook(once)
+        if not self._is_kept(unit):
+            self._release(unit)
+
+    def _is_kept(self, unit: GatheredUnit) -> bool:
+        """Without a root, the last block of the forward is the unit that stays."""
+        last = len(self._order) >= len(self._expected) and unit is self._order[-1]
+        return self._phase == "forward" and self._keep_last and self._root is None and last
+
+    def _before_backward(self, unit: GatheredUnit) -> None:
+        self._finish_open(unit)
+        self._wait(unit)
+        unit.pending_backward -= 1
+        self._open = unit
+        self._position = self._position_before(unit)
+        if self._position > 0:
+            self._start_gather(self._order[self._position - 1])
+
+    def _position_before(self, unit: GatheredUnit) -> int:
+        for position in range(self._position - 1, -1, -1):
+            if self._order[position] is unit:
+                return position
+        return 0
+
+    def _finish_open(self, following: GatheredUnit | None) -> None:
+        unit = self._open
+        if unit is None or unit is following or unit.pending_backward:
+            # A shared module has more backward to come: it stays gathered until the last one.
+            return
+        self._open = None
+        self._finish_unit(unit)
+        self._release(unit)
+
+    # One unit.
+
+    def _start_gather(self, unit: GatheredUnit) -> None:
+        if unit.state != "released":
+            return
+        for memory in unit.memories:
+            if memory.transient:
+                memory.regrow()
+                unit.handles.append(
+                    ops.all_gather(
+                        memory.weights, memory.weight_shard, self._group, cause=f"gather {memory.bucket.name}"
+                    )
+                )
+        unit.state = "coming"
+
+    def _wait(self, unit: GatheredUnit) -> None:
+        self._start_gather(unit)
+        for handle in unit.handles:
+            handle.wait()
+        unit.handles.clear()
+        unit.state = "ready"
+
+    def _release(self, unit: GatheredUnit) -> None:
+        if unit.state == "released":
+            return
+        self._wait(unit)  # a gather ahead that nobody used still writes into this memory
+        for memory in unit.memories:
+            if memory.transient:
+                memory.release()
+        unit.state = "released"
+
+
+class _Once:
+    """A tensor hook that acts for the first of several output tensors only."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def __call__(self, _grad: Tensor) -> None:
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Tensors inside nested tuples, lists, dicts and dataclass-like outputs."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name))

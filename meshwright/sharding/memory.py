@@ -1,0 +1,211 @@
+"""Memory of one bucket: flat weights, flat gradients, this rank's shard of both, and a pool of open buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.ops import Handle
+from meshwright.layout.bucket import Bucket, ParameterSpec, Piece
+from meshwright.layout.policy import ShardingPolicy
+
+# (name, start, stop, dtype) -> values of the flat elements [start, stop) of a parameter built on the meta device
+Initialiser = Callable[[str, int, int, torch.dtype], Tensor]
+
+
+class BufferPool:
+    """Flat buffers that live for a part of a step, kept for reuse: fresh memory costs page faults every step.
+
+    The root's buffer is open during the whole backward; it is never handed to another bucket (sharing it would
+    silently corrupt gradients), because a buffer only returns here once its bucket has closed it.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel = numel
+        self._dtype = dtype
+        self._device = device
+        self._free: list[Tensor] = []
+        self.buffers: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        """A buffer of `numel` elements with unspecified values."""
+        if not self._free:
+            buffer = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+            self.buffers.append(buffer)
+            return buffer
+        return self._free.pop()
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer."""
+        self._free.append(buffer)
+
+
+class BucketMemory:
+    """The tensors of one bucket on this rank.
+
+    Attributes:
+        weights: flat full weights; parameters are views of it. With a sharding of parameters its storage has
+            size 0 while released, so that a use of released weights is an error, never a wrong number.
+        weight_shard: what this rank updates: a slice of `weights`, or memory of its own (both exist once
+            `allocate` has run).
+        gradients: flat full gradients, or None while not open.
+        gradient_shard: what the optimizer reads (trained buckets only); a slice of `gradients`, or memory of its own.
+        missing: positions of parameters whose gradient has not come in this micro-batch.
+        written: positions whose values in `gradients` are of this step (an open buffer: of this micro-batch).
+        sums_in_shard: whether `gradients` is only open during a backward and the sum lives in the shard.
+        shard_holds_sum: whether the shard has been written in this step.
+    """
+
+    def __init__(
+        self, bucket: Bucket, parameters: dict[str, nn.Parameter], policy: ShardingPolicy, index: int
+    ) -> None:
+        first = parameters[bucket.parameters[0].name]
+        self.bucket = bucket
+        self.policy = policy
+        self.index = index
+        self.dtype = first.dtype
+        self.parameters = [parameters[spec.name] for spec in bucket.parameters]
+        self.owner_count = bucket.num_shards if policy.shards_optimizer else 1
+        self.owner_index = index if policy.shards_optimizer else 0
+        self.transient = policy.shards_parameters and bucket.num_shards > 1
+        self.gradients: Tensor | None = None
+        self.gradient_views: list[Tensor] = []
+        self.reduction: Handle | None = None
+        self.missing: set[int] = set()
+        self.written: set[int] = set()
+        self.sums_in_shard = False
+        self.shard_holds_sum = False
+
+    @property
+    def shard_slice(self) -> slice:
+        """Where this rank's shard lies in the flat buffer."""
+        size = self.bucket.numel // self.owner_count
+        return slice(self.owner_index * size, (self.owner_index + 1) * size)
+
+    def pieces(self) -> list[Piece]:
+        """The parts of parameters that this rank updates."""
+        return self.bucket.owned(self.owner_index, self.owner_count)
+
+    def allocate(self, device: torch.device, initialiser: Initialiser | None) -> None:
+        """Move the parameters' values into flat memory and make the parameters views of it."""
+        flat = torch.zeros(self.bucket.numel, dtype=self.dtype, device=device)
+        views = self._views(flat)
+        for view, parameter, spec in zip(views, self.parameters, self.bucket.parameters, strict=True):
+            if not parameter.is_meta:
+                view.copy_(parameter.detach())
+            else:
+                assert initialiser is not None, f"parameter {spec.name} is on the meta device, without values"
+                self._fill(flat, view, spec, initialiser)
+        if self.transient:
+            self.weight_shard = flat[self.shard_slice].clone()
+        self.weights = flat
+        for view, parameter in zip(views, self.parameters, strict=True):
+            if parameter.is_meta:
+                fresh = nn.Parameter(view, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, fresh)
+            else:
+                parameter.data = view
+        if self.transient:
+            self.release()
+        else:
+            self.weight_shard = flat[self.shard_slice]
+        if self.bucket.trainable:
+            self._allocate_gradients(device)
+
+    def _fill(self, flat: Tensor, view: Tensor, spec: ParameterSpec, initialiser: Initialiser) -> None:
+        """Draw a meta parameter's values: all of them, or where weights are sharded only this rank's piece."""
+        if not self.transient:
+            view.copy_(initialiser(spec.name, 0, spec.numel, self.dtype).view(spec.shape))
+            return
+        shard = flat[self.shard_slice]
+        for piece in self.pieces():
+            if piece.name == spec.name:
+                values = initialiser(spec.name, piece.start, piece.stop, self.dtype)
+                shard[piece.offset : piece.offset + values.numel()].copy_(values)
+
+    def _allocate_gradients(self, device: torch.device) -> None:
+        numel = self.bucket.numel
+        if self.policy.shards_gradients and self.bucket.num_shards > 1:
+            self.sums_in_shard = True
+            self.gradient_shard = torch.zeros(numel // self.owner_count, dtype=self.dtype, device=device)
+            return
+        self.gradients = torch.zeros(numel, dtype=self.dtype, device=device)
+        self.gradient_views = self._views(self.gradients)
+        self.gradient_shard = self.gradients[self.shard_slice]
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat[offset : offset + spec.numel].view(spec.shape)
+            for spec, offset in zip(self.bucket.parameters, self.bucket.offsets, strict=True)
+        ]
+
+    # Weights of policies that shard parameters.
+
+    def regrow(self) -> None:
+        """Give `weights` its memory back, with unspecified values."""
+        self.weights.untyped_storage().resize_(self.bucket.numel * self.bucket.itemsize)
+
+    def release(self) -> None:
+        """Free the memory of `weights`; parameters keep their shapes and cannot be read."""
+        self.weights.untyped_storage().resize_(0)
+
+    # Gradients.
+
+    def start_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.written.clear()
+        self.shard_holds_sum = False
+
+    def start_microbatch(self) -> None:
+        """Expect every gradient once more."""
+        self.missing = set(range(len(self.parameters)))
+        if self.sums_in_shard:
+            self.written.clear()
+
+    def open(self, pool: BufferPool) -> None:
+        """Give a bucket that keeps only a gradient shard a full buffer for this micro-batch."""
+        self._buffer = pool.take()
+        buffer = self._buffer[: self.bucket.numel]
+        for start, stop in self.bucket.gaps():
+            buffer[start:stop].zero_()  # padding of the buffer's last user must not enter the norm
+        self.gradients = buffer
+        self.gradient_views = self._views(buffer)
+
+    def close(self, pool: BufferPool) -> None:
+        """Add the reduced part of the open buffer to the shard and return the buffer."""
+        assert self.gradients is not None
+        reduced = self.gradients[self.shard_slice]
+        if self.shard_holds_sum:
+            self.gradient_shard.add_(reduced)
+        else:
+            self.gradient_shard.copy_(reduced)
+        self.shard_holds_sum = True
+        pool.give(self._buffer)
+        self.gradients, self.gradient_views = None, []
+
+    def take_gradient(self, position: int) -> bool:
+        """Move a parameter's fresh `.grad` into the flat buffer; whether the bucket is complete now."""
+        parameter, view = self.parameters[position], self.gradient_views[position]
+        grad = parameter.grad
+        assert grad is not None, f"no gradient in the hook of {self.bucket.parameters[position].name}"
+        if position in self.written:
+            view.add_(grad)
+        else:
+            # A copy into place beats zeroing and adding: one pass over memory instead of two.
+            view.copy_(grad)
+            self.written.add(position)
+        parameter.grad = None
+        self.missing.discard(position)
+        return not self.missing
+
+    def finish_step_sum(self) -> None:
+        """A shard whose unit no rank ran in this step holds the last step's sum: clear it."""
+        if self.sums_in_shard and not self.shard_holds_sum:
+            self.gradient_shard.zero_()
+
+    def zero_unwritten(self) -> None:
+        """Parameters without gradient on this rank contribute zeros to the reduction."""
+        for position in set(range(len(self.parameters))) - self.written:
+            self.gradient_views[position].zero_()

@@ -1,0 +1,59 @@
+"""Which modules of an unmodified model are gathered and freed as one.
+
+A unit is a child of an outermost `nn.ModuleList` or `nn.Sequential`: the repeated blocks that nearly every model
+is made of. Parameters outside of them, and those that several units share (tied weights, shared modules), belong
+to the root, which stays gathered from the first forward to the end of the backward.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.layout.bucket import ParameterSpec
+
+
+def parameter_specs(model: nn.Module) -> list[ParameterSpec]:
+    """Every distinct parameter as numbers, in order of registration; a tied one appears once."""
+    return [
+        ParameterSpec(
+            name,
+            tuple(parameter.shape),
+            str(parameter.dtype).removeprefix("torch."),
+            parameter.element_size(),
+            parameter.requires_grad,
+        )
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Unit name to module: children with parameters of the outermost ModuleLists and Sequentials."""
+    units: dict[str, nn.Module] = {}
+    claimed: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or module in claimed:
+            continue
+        for child_name, child in module.named_children():
+            if child not in claimed and any(True for _ in child.parameters()):
+                units[f"{name}.{child_name}" if name else child_name] = child
+        claimed.update(module.modules())
+    return units
+
+
+def assign_units(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, str]:
+    """Parameter name to unit name; the root (empty name) owns what is in no unit or in several."""
+    owners: dict[nn.Parameter, set[str]] = {}
+    inside: dict[nn.Parameter, int] = {}
+    for unit_name, module in units.items():
+        for _, parameter in module.named_parameters(remove_duplicate=False):
+            owners.setdefault(parameter, set()).add(unit_name)
+            inside[parameter] = inside.get(parameter, 0) + 1
+    uses: dict[nn.Parameter, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[parameter] = uses.get(parameter, 0) + 1
+    assigned = {}
+    for name, parameter in model.named_parameters():
+        names = owners.get(parameter, set())
+        only_inside = inside.get(parameter, 0) == uses[parameter]
+        assigned[name] = next(iter(names)) if len(names) == 1 and only_inside else ""
+    return assigned

@@ -1,0 +1,93 @@
+"""The optimizer over shards: torch's own fused update, in one multi-tensor call over this rank's pieces.
+
+Owns which pieces form which parameter group and which are left out of a step. The update rule is torch's; there is
+no communication inside it. Weight decay applies to matrices and not to vectors (norms, biases), by the shape of the
+*logical* parameter: a shard of a matrix is one-dimensional too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.sharding.engine import ShardParameter
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """The update rule and its numbers, without torch objects.
+
+    Attributes:
+        name: `adamw`, `adam` or `sgd`.
+        lr: peak learning rate.
+        weight_decay: decoupled for adamw; added to the gradient for adam and sgd.
+        betas: decay of the moments (adamw, adam).
+        eps: added to the root of the second moment (adamw, adam).
+        momentum: of sgd.
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.0
+
+
+def parameter_groups(spec: OptimizerSpec, shapes: Sequence[tuple[int, ...]]) -> list[tuple[list[int], float]]:
+    """Indices of parameters of `shapes` and their weight decay: matrices decay, vectors do not."""
+    matrices = [i for i, shape in enumerate(shapes) if len(shape) >= 2]
+    vectors = [i for i, shape in enumerate(shapes) if len(shape) < 2]
+    groups = [(matrices, spec.weight_decay), (vectors, 0.0)]
+    return [(members, decay) for members, decay in groups if members]
+
+
+def make_optimizer(spec: OptimizerSpec, parameters: Sequence[dict[str, object]]) -> torch.optim.Optimizer:
+    """torch's fused optimizer of `spec` over parameter groups."""
+    groups = list(parameters)
+    if spec.name == "adamw":
+        return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+    if spec.name == "adam":
+        return torch.optim.Adam(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+    assert spec.name == "sgd", f"unknown optimizer {spec.name!r}"
+    return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=True)
+
+
+class ShardedOptimizer:
+    """One optimizer step over this rank's pieces of the parameters that some rank used.
+
+    A parameter that got no gradient anywhere is left out, as torch leaves out `grad is None`: no decay, no
+    momentum, no step count. A rank may own no piece at all.
+    """
+
+    def __init__(self, spec: OptimizerSpec, shards: Sequence[ShardParameter]) -> None:
+        self.shards = list(shards)
+        groups = [
+            {"params": [self.shards[i].parameter for i in members], "weight_decay": decay}
+            for members, decay in parameter_groups(spec, [shard.shape for shard in self.shards])
+        ]
+        self.torch_optimizer = make_optimizer(spec, groups) if groups else None
+
+    def step(self, *, lr: float, used: set[str]) -> None:
+        """Update every piece of the parameters named in `used` from its gradient."""
+        if self.torch_optimizer is None:
+            return
+        for shard in self.shards:
+            shard.parameter.grad = shard.gradient if shard.name in used else None
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = lr
+        self.torch_optimizer.step()
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank, step counts included."""
+        if self.torch_optimizer is None:
+            return 0
+        states = self.torch_optimizer.state.values()
+        return sum(
+            value.numel() * value.element_size()
+            for state in states
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
