@@ -1,0 +1,209 @@
+"""Every code an error or a warning can carry: what it means and what to do. The one place for these texts.
+
+Owns the table. A test compares it with the codes in the source, both ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CodeEntry:
+    """One code: a title of one line, what it means, and what a user can do."""
+
+    code: str
+    title: str
+    meaning: str
+    fix: str
+
+
+CATALOGUE = (
+    CodeEntry(
+        "E001",
+        "training needs PyTorch",
+        "The core installs without torch; the verb you called trains or measures and needs it.",
+        'pip install "meshwright[train]"; on a machine without GPU take the CPU wheels (about 0.2 GB, not 3).',
+    ),
+    CodeEntry(
+        "E100",
+        "a file or an argument cannot be read",
+        "A run file is missing, is not UTF-8 or not TOML, its `base` lines form a circle, or an argument is not "
+        "of the form a.b=c.",
+        "The message names file and line. In TOML texts stand in quotes. A path counts from the working "
+        "directory, a `base` from the file that names it.",
+    ),
+    CodeEntry(
+        "E101",
+        "unknown key",
+        "The run file or an argument has a key that does not exist. It is never ignored: a key in the wrong "
+        "section would otherwise train something else than you asked for.",
+        "Take the key the message suggests; it also knows the names other systems use. "
+        "`meshwright config show` lists all keys.",
+    ),
+    CodeEntry(
+        "E102",
+        "a value lacks its unit or has the wrong one",
+        "Amounts carry their unit, so that 5000 steps are never read as 5000 tokens.",
+        'Write e.g. train.stop_at = "20B tokens", "5000 steps", "2 epochs" or "6h"; train.watchdog = "300 s".',
+    ),
+    CodeEntry(
+        "E103",
+        "a token id is outside the model's vocabulary",
+        "The data holds an id that has no row in the embedding; training would read past its end.",
+        "Raise model.vocab_size to the number of ids of the tokenizer, or use the data of another tokenizer.",
+    ),
+    CodeEntry(
+        "E104",
+        "unknown preset",
+        "No model or machine of this name is known.",
+        "Take one of the names in the message, or give your own model as py:MODULE:FUNCTION.",
+    ),
+    CodeEntry(
+        "E105",
+        "the corpus is empty",
+        "The data source was found, but it yields no sample: no file, no text, or less than one sequence.",
+        "Check the path; take a smaller data.seq_len, or more text.",
+    ),
+    CodeEntry(
+        "E106",
+        "the model's numbers do not fit together",
+        "For example, a width that is no multiple of the number of heads, or key/value heads that do not divide "
+        "the heads.",
+        "The message lists legal values for the number at fault.",
+    ),
+    CodeEntry(
+        "E107",
+        "a document is longer than a sequence",
+        'Without packing and with data.overlong = "error" no document may exceed data.seq_len tokens.',
+        'Set data.overlong = "truncate", raise data.seq_len, or switch data.packing on.',
+    ),
+    CodeEntry(
+        "E108",
+        "unknown kind of data",
+        "The text before the colon names the reader, and there is none of this name, or what the reader needs is "
+        "not installed.",
+        "Write stdlib, digits, text:PATH, jsonl:PATH or nanogpt:PATH.bin.",
+    ),
+    CodeEntry(
+        "E109",
+        "a value has the wrong type or is outside its range",
+        "The message shows the value and what is allowed.",
+        "`meshwright config schema` prints the types and ranges of all keys.",
+    ),
+    CodeEntry(
+        "E110",
+        "not built yet",
+        "The key and value are part of the plan for this system, but this version cannot do it. It is refused, "
+        "because ignoring it would train something else.",
+        "Take one of the values the message lists as built.",
+    ),
+    CodeEntry(
+        "E111",
+        "your module cannot be used",
+        "model.source = py:MODULE:FUNCTION could not be imported, or the function did not return "
+        "(model, loss_fn, dataset).",
+        "Call the function in Python in the same directory; it takes no arguments and returns three things: an "
+        "nn.Module, loss_fn(model, batch) -> (sum, count), and a map-style dataset.",
+    ),
+    CodeEntry(
+        "E112",
+        "a scalar loss that is not a mean over samples",
+        "The loss function returns one number. It can only be split over devices if it is the mean over the "
+        "samples; a trial on one batch and its halves says it is not.",
+        "Return (sum, count): the sum over what counts, e.g. valid tokens, and how many there are.",
+    ),
+    CodeEntry(
+        "E113",
+        "ranks built different models",
+        "Names, shapes or values of the parameters differ between ranks, so what would be exchanged is not the "
+        "same tensor.",
+        "Build the model from the seed only: no rank number, no time, no set order, no unseeded generator.",
+    ),
+    CodeEntry(
+        "E114",
+        "no such lesson or topic",
+        "`meshwright learn` and `meshwright explain` look the name up in what is installed.",
+        "Without a name both print their lists.",
+    ),
+    CodeEntry(
+        "E200",
+        "the mesh does not have as many ranks as were started",
+        "pp x dp x cp x tp must be the number of processes; ep lies inside dp x cp and does not multiply.",
+        "Take a dp the message offers, or start as many processes as the product says.",
+    ),
+    CodeEntry(
+        "E203",
+        "the global batch cannot be cut evenly",
+        "global batch = dp x micro batch x accumulation. The global batch is never changed silently, because it "
+        "changes what is learned.",
+        "Take one of the nearest batches in the message, or another plan.micro_batch or dp.",
+    ),
+    CodeEntry(
+        "E204",
+        "unknown policy, or one that cannot hold this optimizer",
+        "Policies are ddp, zero1, zero2 and zero3. With flat ownership a shard may start inside a parameter, so "
+        "the optimizer must work element by element.",
+        "Take plan.zero = 0 to 3; for other optimizers take plan.zero = 0.",
+    ),
+    CodeEntry(
+        "E206",
+        "a buffer has no values",
+        "The model was built on the meta device, and a buffer (not a parameter) of it has a shape only: its values "
+        "come from the constructor and cannot be drawn again.",
+        "Build the model on a real device, or compute the buffer in forward.",
+    ),
+    CodeEntry(
+        "E401",
+        "a worker died or raised",
+        "The first rank that failed is named; others wait for it and are ended, which is a consequence.",
+        "Read the traceback of the named rank. Signal 9 without one is mostly the host's memory.",
+    ),
+    CodeEntry(
+        "E402",
+        "no progress",
+        "For as long as train.watchdog says no collective ended. The message names who waits where and who never "
+        "came.",
+        "Look at the rank that did not come: slow data, a branch taken on one rank only, an endless loop. If a "
+        "step truly takes this long, raise train.watchdog.",
+    ),
+    CodeEntry(
+        "E403",
+        "the port is in use",
+        "The port at which the processes meet is taken by another program.",
+        "Unset MASTER_PORT: local runs pick a free port. Else choose another one.",
+    ),
+    CodeEntry(
+        "E404",
+        "ranks left the common order of collectives",
+        "All ranks of a group must issue the same collectives with the same sizes in the same order. The message "
+        "names the first difference.",
+        "Look for code that runs on some ranks only, such as `if rank == 0:` around the model, or data of "
+        "different shapes.",
+    ),
+    CodeEntry(
+        "E405",
+        "unsupported platform",
+        "Training runs on Linux and macOS.",
+        "On Windows use WSL: wsl --install, then install inside it.",
+    ),
+    CodeEntry(
+        "E601",
+        "loss or gradient is not a finite number",
+        "The step was not applied: the weights are those of the step before.",
+        "Lower train.optimizer.lr, lengthen train.schedule.warmup, set train.clip_norm; look at the data of the "
+        "named step.",
+    ),
+    CodeEntry(
+        "E602",
+        "a step in which nothing counted",
+        "The loss counted no label at all in a whole global batch, so there is nothing to divide by.",
+        "Look at the labels of the named step: all are marked as ignored (-100), e.g. empty or cut documents.",
+    ),
+    CodeEntry(
+        "W101",
+        "a setting has no effect",
+        "A key was set that the chosen optimizer, schedule or packing never reads.",
+        "Remove the key, or choose what reads it; the message names both.",
+    ),
+)

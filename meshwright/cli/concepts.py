@@ -1,0 +1,163 @@
+"""The ideas behind the keys: a few sentences and a picture in text for each.
+
+Owns the texts. Figures are formulas: N parameters, P data-parallel ranks, bytes in fp32 with Adam.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Concept:
+    """One idea: its name as typed, other names (lower case), a title, sentences and a picture."""
+
+    name: str
+    title: str
+    text: str
+    picture: str
+    aliases: tuple[str, ...] = ()
+
+
+CONCEPTS = (
+    Concept(
+        "axes",
+        "what each axis of the mesh cuts",
+        """\
+An activation has the shape (layer, batch, sequence, channel). Each axis of the mesh cuts one of these dims.
+The axes multiply: pp x dp x cp x tp = number of ranks. Experts (ep) lie inside dp x cp and do not multiply.
+Ranks are numbered with tp fastest, so that the ranks that talk most are neighbours.
+None of it changes the result: loss and weights are those of one device.""",
+        """\
+  dim        axis   each rank holds          talks
+  layer      pp     some of the layers       activations to the next stage
+  batch      dp     some of the samples      gradients, once a step
+  sequence   cp     some of the tokens       keys and values, every attention
+  channel    tp     some of the columns      activations, every layer
+
+  8 ranks, dp 4 x tp 2     rank  0 1 2 3 4 5 6 7
+                           dp    0 0 1 1 2 2 3 3
+                           tp    0 1 0 1 0 1 0 1""",
+        ("axis", "mesh", "dp", "tp", "pp", "cp", "ep"),
+    ),
+    Concept(
+        "ddp",
+        "data parallel: every rank holds everything, gradients are summed",
+        """\
+Each rank computes the gradient of its samples; one all-reduce makes the sum, and all take the same step.
+Gradients travel in buckets, in reverse order of use, while the backward still runs.
+Memory: 16N bytes a rank (weight, gradient, two moments). Traffic: 2(P-1)/P x N values a rank and step.
+Set plan.zero = 0.""",
+        """\
+            weights  gradients  moments            backward  |L4|L3|L2|L1|
+  rank 0    ████     ████       ████ ████          network        |b0   |b1   |
+  rank 1    ████     ████       ████ ████                    all_reduce, bucket by bucket""",
+        ("data parallel", "zero0", "zero 0", "dataparallel"),
+    ),
+    Concept(
+        "zero1",
+        "the optimizer's state is split over the data-parallel ranks",
+        """\
+Each rank updates its 1/P of the weights. Gradients are reduce-scattered to their owner, the new weights are
+all-gathered: together the traffic of one all-reduce, 2(P-1)/P x N. Memory: 8N + 8N/P bytes a rank.
+Costs no more traffic than ddp and saves half of the memory: a good default. Set plan.zero = 1.""",
+        """\
+            weights  gradients  moments
+  rank 0    ████     ████       ██░░ ██░░          gradients  reduce_scatter → owner
+  rank 1    ████     ████       ░░██ ░░██          weights    owner → all_gather""",
+        ("zero", "distributed optimizer"),
+    ),
+    Concept(
+        "zero2",
+        "optimizer state and gradients are split",
+        """\
+As zero1, but each micro-batch's gradient is reduce-scattered at once and added to the shard, so that no rank
+keeps a full gradient. Memory: 4N + 12N/P bytes a rank. Traffic with A micro-batches: (A+1)(P-1)/P x N; with
+accumulation it is more than zero1. Set plan.zero = 2.""",
+        """\
+            weights  gradients  moments
+  rank 0    ████     ██░░       ██░░ ██░░          every micro-batch  reduce_scatter, add to the shard
+  rank 1    ████     ░░██       ░░██ ░░██          after the step     all_gather of the weights""",
+    ),
+    Concept(
+        "zero3",
+        "weights, gradients and optimizer state are split (FSDP)",
+        """\
+A unit (e.g. one block) is gathered just before use, one unit ahead, and freed after. Memory: 16N/P bytes a
+rank and the units that are gathered. Traffic a micro-batch: gathers in forward and backward, and one
+reduce-scatter of each unit. The last unit is kept between forward and backward: 2U-1 gathers of U units.
+Set plan.zero = 3.""",
+        """\
+            weights  gradients  moments            forward  gather b1 │ gather b2 │ gather b3
+  rank 0    ██░░     ██░░       ██░░ ██░░          compute            │ b1, free  │ b2, free ...
+  rank 1    ░░██     ░░██       ░░██ ░░██""",
+        ("fsdp", "fsdp2"),
+    ),
+    Concept(
+        "mfu",
+        "model FLOPs utilisation: useful work as a share of the peak",
+        """\
+MFU = the model's own FLOPs a second / peak FLOPs a second. Recomputed work does not count. The FLOPs are
+those of the matrix products and of attention: about 6 for each parameter and token, plus 12 x layers x width x
+sequence. The peak is the dense one of the device; for an unknown device MFU is null, for a wrong denominator
+would lie. On accelerators above 30 % is good and above 40 % excellent.""",
+        """\
+  peak      ████████████████████████████████████████  100 %
+  executed  ████████████████████░░░░░░░░░░░░░░░░░░░░   50 %   HFU (with recomputation)
+  model's   ███████████████░░░░░░░░░░░░░░░░░░░░░░░░░   38 %   MFU""",
+        ("utilisation", "utilization", "flops"),
+    ),
+    Concept(
+        "hfu",
+        "hardware FLOPs utilisation: executed work as a share of the peak",
+        """\
+The word has two meanings, and both are in use. (1) Of a run: all FLOPs executed, recomputed ones too, over
+peak; without recomputation HFU = MFU. (2) Of one matrix product: the achieved share of the peak, which grows
+with the size; `meshwright doctor --measure` prints it for square products of 256 to 8192.""",
+        """\
+  forward  backward = 2 x forward   recompute        HFU / MFU with full recomputation
+  █        ██                       █                = (1 + 2 + 1) / (1 + 2) = 4/3""",
+    ),
+    Concept(
+        "global batch",
+        "the samples of one optimizer step, all devices together",
+        """\
+global batch = dp x micro batch x accumulation. You set train.global_batch, for it is part of what is learned.
+plan.micro_batch is how many samples one rank takes at once, a matter of memory. Accumulation follows. The
+global batch is never changed silently: where it does not divide, E203 names the nearest ones that do.""",
+        """\
+  128 samples = dp 4 x micro 8 x accumulate 4
+  rank 0   [8] [8] [8] [8] ┐
+  rank 1   [8] [8] [8] [8] │ one sum of gradients, one step
+  rank 2   [8] [8] [8] [8] │
+  rank 3   [8] [8] [8] [8] ┘""",
+        ("globalbatch", "batch", "micro batch", "accumulation", "gradient accumulation"),
+    ),
+    Concept(
+        "index law",
+        "which rank trains on which sample",
+        """\
+With m micro-steps and global batch B, micro-step k holds the samples [kB/m, (k+1)B/m) of the step. Only then
+they are cut over the data-parallel ranks. A sample's id depends on (seed, step, index) and never on the world
+size, so that more ranks, or others after a restart, see the same samples in the same step.""",
+        """\
+  B = 8, m = 2           micro-step 0     micro-step 1
+  one rank               0 1 2 3          4 5 6 7
+  dp 2   rank 0          0 1              4 5
+         rank 1              2 3              6 7""",
+        ("indexlaw", "data order", "sample order"),
+    ),
+    Concept(
+        "normaliser law",
+        "the loss is divided once, by the global count",
+        """\
+A loss function returns (sum, count), e.g. over valid tokens. The sums and counts of all ranks and micro-steps
+are added and divided once. A mean of the ranks' means would be wrong wherever their counts differ, and would
+change with the mesh. A bare scalar is taken only if it is a mean over samples (tested at the start, E112).""",
+        """\
+             sum   count   own mean
+  rank 0     30     10      3.0         mean of means  (3.0 + 1.0) / 2 = 2.0   wrong
+  rank 1     30     30      1.0         global         60 / 40         = 1.5   what one device computes""",
+        ("normaliserlaw", "normalizer law", "normalizerlaw", "normaliser", "loss"),
+    ),
+)

@@ -1,0 +1,101 @@
+"""`meshwright demo`: the first five minutes. A language model learns from real text on two local processes.
+
+Owns the demo's run and its lines. Offline and with fixed steps, so that a second run prints the same digits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.machine import Machine, inspect_machine
+from meshwright.cli.output import print_json, stdout_to_stderr
+from meshwright.cli.train import require_torch
+
+DEMO: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "model": {"source": "preset:gpt-nano"},
+        "data": {"train": "stdlib", "seq_len": 128},
+        "train": {
+            "global_batch": 32,
+            "stop_at": "240 steps",
+            "seed": 1,
+            "deterministic": True,
+            "optimizer": {"name": "adamw", "lr": 3e-3},
+            "schedule": {"name": "cosine", "warmup": "20 steps"},
+            "eval_every": "end",
+            "eval_samples": 256,
+        },
+        "plan": {"processes": 2, "zero": 1},
+        "save": {"dir": "runs/demo"},
+        "log": {"print_every": "20 steps"},
+    }
+)
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def demo(
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Train a small model here, offline, < 60 s."""
+    from meshwright.training.config import load_config
+
+    started = time.perf_counter()
+    resolved = load_config(None, built_in=DEMO, built_in_name="demo")
+    processes = resolved.config.plan.processes
+    require_torch()
+    with stdout_to_stderr(active=json_output):
+        print(f" 1/2 machine   {_machine_line(inspect_machine(Path.cwd()))} → {processes} CPU processes")
+        print(f" 2/2 train     {resolved.config.model.source}, {resolved.config.train.stop_at}", flush=True)
+        from meshwright.launching import launch_config
+
+        result = launch_config(resolved, json_output=json_output)
+        # Under torchrun or SLURM every rank runs this command, and only rank 0 has a result.
+        for line in _summary(result, seconds=time.perf_counter() - started) if result else ():
+            print(line)
+    if json_output and result:
+        print_json({"train": result})
+
+
+def _machine_line(machine: Machine) -> str:
+    gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
+    return f"{machine.cores:g} cores, {machine.memory_bytes / 2**30:.0f} GiB, {gpus}"
+
+
+def _summary(result: Mapping[str, object], *, seconds: float) -> list[str]:
+    run_dir = Path(str(result["run_dir"]))
+    losses = read_losses(run_dir / "metrics.jsonl")
+    peaks = result["peak_memory_bytes"]
+    assert isinstance(peaks, list), "peak_memory_bytes has one figure a rank"
+    return [
+        f"     loss      {result['first_loss']:.4f} {sparkline(losses)} {result['final_loss']:.4f}"
+        f"   held-out {result['eval_loss']:.4f} nats a byte",
+        f"     speed     {result['tokens_per_second']:,.0f} tokens/s   {result['step_seconds_median']:.3f} s "
+        f"a step   peak {max(peaks) / 2**20:.0f} MiB a rank",
+        f"done in {seconds:.0f} s, kept in {run_dir}",
+        "now try   meshwright train my_script.py -n 2     meshwright learn 0     meshwright explain zero1",
+    ]
+
+
+def read_losses(path: Path) -> list[float]:
+    """The loss of every step of a run, in order."""
+    with path.open() as lines:
+        return [float(json.loads(line)["loss"]) for line in lines]
+
+
+def sparkline(values: list[float], *, width: int = 10) -> str:
+    """`width` bars (fewer if there are fewer values), each the mean of its share, lowest to highest value."""
+    width = min(width, len(values))
+    if width == 0:
+        return ""
+    cuts = [len(values) * part // width for part in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)

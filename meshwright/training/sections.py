@@ -1,0 +1,395 @@
+"""The sections of a run file as frozen models: which keys exist, their types, defaults and what is built.
+
+Owns the fields and the checks that need one section only. Knows nothing of files, of precedence, of torch or
+of what a mesh can do; rules between sections belong to `layout/check.py`.
+Contract keys that are not built yet are known here, so that they give E110 and never pass in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from meshwright.errors import ConfigError
+from meshwright.presets import find_model
+from meshwright.training.units import (
+    EvalEvery,
+    Span,
+    StopAt,
+    parse_bytes,
+    parse_eval_every,
+    parse_samples,
+    parse_seconds,
+    parse_span,
+    parse_steps,
+    parse_stop_at,
+    toml_literal,
+)
+
+DATA_READERS = ("text:", "jsonl:", "nanogpt:")
+DATA_NAMES = ("stdlib", "digits")
+_SOURCES = '"preset:NAME" or "py:MODULE:FUNCTION"'
+_LATER_READERS = ("hf:", "parquet:", "megatron:", "py:")
+_Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+_RECOMPUTE = re.compile(r"none|full|selective|constant|offload|every:[1-9][0-9]*|budget:.+")
+
+_PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "mode": ("given",),
+        "hsdp": (None,),
+        "ownership": ("flat",),
+        "tp": (1,),
+        "sequence_parallel": (False,),
+        "pp": (1,),
+        "schedule": ("serial",),
+        "chunks": (None,),
+        "stages": (None,),
+        "cp": (1,),
+        "cp_kind": (None,),
+        "ep": (1,),
+        "recompute": ("none",),
+        "precision": ("fp32", "fp64"),
+        "transport": ("auto", "gloo", "nccl"),
+        "sync": ("native",),
+        "servers": (None,),
+        "staleness": (None,),
+        "cluster": (None,),
+        "memory_headroom": (None,),
+    }
+)
+
+
+def problem(code: str, message: str, *, key: str = "") -> PydanticCustomError:
+    """An error that pydantic collects with all others; its type carries our code.
+
+    Args:
+        code: E1xx.
+        message: starts with the value at fault; the key is put in front of it.
+        key: the field at fault, for a check of a whole section.
+    """
+    return PydanticCustomError(code, "{text}", {"text": message, "key": key})  # type: ignore[arg-type]
+
+
+def _collected(parse: Callable[[object], Any]) -> Callable[[object], Any]:
+    """Let a parser's ConfigError join pydantic's list instead of ending the validation."""
+
+    def validate(value: object) -> Any:
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise problem(error.code, error.message) from None
+
+    return validate
+
+
+def _with_unit(parse: Callable[[object], Any], text: Callable[[Any], str], *examples: str) -> tuple[Any, ...]:
+    schema = WithJsonSchema({"type": "string", "examples": list(examples)})
+    return PlainValidator(_collected(parse)), PlainSerializer(text, return_type=str), schema
+
+
+def _preset_name(name: str) -> str:
+    try:
+        return find_model(name).name
+    except ConfigError as error:
+        raise problem(error.code, f"{toml_literal(name)}: {error.message}") from None
+
+
+_STOP_AT = _with_unit(parse_stop_at, str, "5000 steps", "20B tokens", "2 epochs", "10min")
+_SPAN = _with_unit(parse_span, str, "100 steps", "20%")
+_EVAL = _with_unit(parse_eval_every, str, "100 steps", "end", "never")
+_STEPS = _with_unit(parse_steps, lambda steps: f"{steps} step{'s' if steps > 1 else ''}", "10 steps")
+_SECONDS = _with_unit(parse_seconds, lambda seconds: f"{seconds:g} s", "300 s", "5min")
+_BYTES = _with_unit(parse_bytes, lambda numel: f"{numel} bytes", "25 MiB")
+_SAMPLES = (
+    PlainValidator(_collected(parse_samples)),
+    WithJsonSchema({"type": ["integer", "string"], "examples": [128, "128 sequences"]}),
+)
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+    # What runs today of what the contract names, by field; None means: not set.
+    built: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_built(cls, value: object, info: ValidationInfo) -> object:
+        """E110 for what the contract knows and this version cannot do."""
+        built = cls.built.get(info.field_name or "")
+        if built is None or value in built:
+            return value
+        legal = " or ".join(f"{info.field_name} = {toml_literal(item)}" for item in built if item is not None)
+        raise problem("E110", f"{toml_literal(value)} is not built yet; built: {legal or 'without this key'}")
+
+
+class ModelConfig(Section):
+    """Which network is trained."""
+
+    built = MappingProxyType({"init": ("random",)})
+    source: str = "preset:gpt-nano"
+    """`preset:NAME` (or the bare name), or `py:module:function` returning (model, loss_fn, dataset)."""
+    init: Literal["random", "pretrained"] = "random"
+    """Where the first weights come from."""
+    num_layers: Annotated[int, Field(ge=1)] | None = None
+    """Overrides the preset's number of layers."""
+    dim: Annotated[int, Field(ge=1)] | None = None
+    """Overrides the width of the residual stream."""
+    num_heads: Annotated[int, Field(ge=1)] | None = None
+    """Overrides the number of attention heads."""
+    num_kv_heads: Annotated[int, Field(ge=1)] | None = None
+    """Overrides the number of key/value heads (grouped-query attention)."""
+    ffn_dim: Annotated[int, Field(ge=1)] | None = None
+    """Overrides the inner width of the MLP."""
+    vocab_size: Annotated[int, Field(ge=1)] | None = None
+    """Overrides the number of token ids."""
+    max_seq_len: Annotated[int, Field(ge=1)] | None = None
+    """Overrides the longest sequence, in tokens."""
+
+    @field_validator("source")
+    @classmethod
+    def _source(cls, value: str) -> str:
+        kind, colon, rest = value.partition(":")
+        if value and not colon:
+            kind, rest = "preset", value
+        if kind == "preset" and rest:
+            return f"preset:{_preset_name(rest)}"
+        if kind == "py" and len(rest.split(":")) == 2 and all(rest.split(":")):
+            return value
+        if kind == "hf":
+            raise problem("E110", f"{toml_literal(value)} is not built yet; built: {_SOURCES}")
+        raise problem("E109", f"{toml_literal(value)}: write {_SOURCES}")
+
+
+class DataConfig(Section):
+    """What it is trained on, and how text becomes samples."""
+
+    train: str = "stdlib"
+    """`stdlib`, `digits`, `text:PATH`, `jsonl:PATH`, `nanogpt:PATH.bin`; from the working directory."""
+    eval: str | None = None
+    """Held-out data, written like `train`; unset: the held-out part of `train`."""
+    seq_len: Annotated[int, Field(ge=1)] = 128
+    """Tokens of one sequence."""
+    packing: bool = True
+    """Documents are concatenated and cut; false: one document a sequence, padded."""
+    overlong: Literal["truncate", "error"] = "truncate"
+    """What happens without packing to a document longer than `seq_len`."""
+    cache_dir: Annotated[Path, Field(strict=False)] | None = None
+    """Folder of tokenised files; unset: the user's cache folder."""
+
+    @field_validator("train", "eval")
+    @classmethod
+    def _reader(cls, value: str | None) -> str | None:
+        if value is None or value in DATA_NAMES:
+            return value
+        if any(value.startswith(prefix) and len(value) > len(prefix) for prefix in DATA_READERS):
+            return value
+        legal = ", ".join((*DATA_NAMES, *(f"{prefix}PATH" for prefix in DATA_READERS)))
+        if value.startswith(_LATER_READERS):
+            raise problem("E110", f"{toml_literal(value)} is not built yet; built: {legal}")
+        names = [*DATA_NAMES, *(prefix.rstrip(":") for prefix in DATA_READERS)]
+        near = difflib.get_close_matches(value.partition(":")[0], names, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise problem("E108", f"{toml_literal(value)}: no reader of this name.{hint} Write one of {legal}.")
+
+
+class OptimizerConfig(Section):
+    """The update rule and its numbers."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """AdamW, Adam (weight decay in the gradient) or SGD."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of weights a step, as a factor of the learning rate (adamw)."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the first and second moment (adamw, adam)."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment (adamw, adam)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of sgd."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise problem("E109", f"{toml_literal(value)}: both betas lie in [0, 1), e.g. [0.9, 0.95]")
+        return value
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the run, as a factor of `train.optimizer.lr`."""
+
+    name: Literal["constant", "cosine", "wsd"] = "cosine"
+    """After the warm-up: constant, half a cosine, or stable then linear decay (wsd)."""
+    warmup: Annotated[Span, *_SPAN] = Span(5, "%")
+    """Linear warm-up from 0."""
+    decay: Annotated[Span, *_SPAN] = Span(20, "%")
+    """The last part of a wsd run, in which the rate falls."""
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end, as a fraction of the peak (cosine, wsd)."""
+
+
+class TrainConfig(Section):
+    """How long and how it learns."""
+
+    global_batch: Annotated[int, *_SAMPLES] = 32
+    """Samples of one optimizer step, all devices together: 128, "128 sequences" or "64 samples"."""
+    stop_at: Annotated[StopAt, *_STOP_AT] = StopAt(1000, "steps")
+    """When the run ends, in steps, tokens, epochs, s, min or h."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Fixes weights, data order and dropout."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The update rule."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over the run."""
+    clip_norm: Annotated[float, Field(ge=0)] | None = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    eval_every: Annotated[EvalEvery, *_EVAL] = EvalEvery(None, at_end=True)
+    """When held-out data is evaluated: "100 steps" (and at the end), "end" or "never"."""
+    eval_samples: Annotated[int, Field(ge=1)] = 512
+    """Held-out samples of one evaluation, at most."""
+    watchdog: Annotated[float, *_SECONDS] = 300.0
+    """A run without progress for this long is ended and the waiting ranks are named."""
+
+    @field_validator("clip_norm")
+    @classmethod
+    def _no_clipping(cls, value: float | None) -> float | None:
+        return value or None
+
+    @model_validator(mode="after")
+    def _length_in_steps(self) -> TrainConfig:
+        if self.stop_at.unit != "seconds":
+            return self
+        rate = self.schedule
+        if rate.name != "constant":
+            needs, fix = f"name = {toml_literal(rate.name)}", 'name = "constant"'
+        elif rate.warmup.unit == "%" and rate.warmup.amount > 0:
+            needs, fix = f'warmup = "{rate.warmup}"', 'warmup = "100 steps"'
+        else:
+            return self
+        raise problem(
+            "E109",
+            f'"{self.stop_at}": the number of steps is not known then, but train.schedule.{needs} needs it. '
+            f"Set train.schedule.{fix}, or stop at steps, tokens or epochs.",
+            key="stop_at",
+        )
+
+
+class PlanConfig(Section):
+    """How the run is laid out over devices; what is not given is derived."""
+
+    built = _PLAN_BUILT
+    mode: Literal["given", "auto"] = "given"
+    """Take this layout, or search one."""
+    processes: Annotated[int, Field(ge=1)] | None = None
+    """Local world size; unset: dp if that is set, else 1. Under torchrun or SLURM theirs counts."""
+    dp: Annotated[int, Field(ge=1)] | None = None
+    """Data-parallel ranks; unset: from the world size."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is split over dp: nothing, optimizer (1), gradients too (2), weights too (3)."""
+    hsdp: Annotated[int, Field(ge=1)] | None = None
+    """Ranks that share one copy when weights are split inside groups only."""
+    ownership: Literal["flat", "whole"] = "flat"
+    """Shards cut anywhere, or whole parameters on one owner."""
+    bucket_bytes: Annotated[int, *_BYTES] | None = None
+    """Size of a gradient bucket, e.g. "25 MiB"; unset: chosen by the policy."""
+    tp: Annotated[int, Field(ge=1)] = 1
+    """Tensor-parallel ranks."""
+    sequence_parallel: bool = False
+    """Norms and residuals split along the sequence between tensor-parallel products."""
+    pp: Annotated[int, Field(ge=1)] = 1
+    """Pipeline stages."""
+    schedule: Literal[
+        "serial", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "searched"
+    ] = "serial"
+    """Order of forwards and backwards over the stages."""
+    chunks: Annotated[int, Field(ge=1)] | None = None
+    """Model chunks a rank of an interleaved schedule holds."""
+    stages: Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    """First layer of each stage."""
+    cp: Annotated[int, Field(ge=1)] = 1
+    """Context-parallel ranks."""
+    cp_kind: Literal["ring", "ulysses", "allgather", "2d"] | None = None
+    """How attention sees the whole sequence."""
+    ep: Annotated[int, Field(ge=1)] = 1
+    """Expert-parallel ranks, inside dp and cp."""
+    micro_batch: Annotated[int, Field(ge=1)] | None = None
+    """Samples of one forward on one rank; the rest of the batch is accumulated. Unset: all at once."""
+    recompute: str | dict[str, str] = "none"
+    """Activations computed anew: none, full, selective, every:k, constant, offload, budget:BYTES."""
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    """Number format of weights and activations."""
+    transport: Literal["auto", "gloo", "shm", "nccl"] = "auto"
+    """What carries the collectives."""
+    sync: Literal["native", "ring", "tree", "hierarchical", "parameter_server"] = "native"
+    """Algorithm of the gradient exchange."""
+    servers: Annotated[int, Field(ge=1)] | None = None
+    """Parameter servers."""
+    staleness: Annotated[int, Field(ge=0)] | None = None
+    """Steps a worker may be ahead of the slowest."""
+    cluster: str | None = None
+    """Machine to plan for, e.g. "8xh100", or a measured file."""
+    memory_headroom: str | None = None
+    """Part of device memory a plan leaves free, e.g. "10%"."""
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _recompute(cls, value: object) -> object:
+        names = list(value.values()) if isinstance(value, dict) and value else [value]
+        if all(isinstance(name, str) and _RECOMPUTE.fullmatch(name) for name in names):
+            return value
+        legal = "none, full, selective, every:k, constant, offload, budget:BYTES or { pattern = policy }"
+        raise problem("E109", f"{toml_literal(value)}: write one of {legal}")
+
+
+class SaveConfig(Section):
+    """Where a run is kept."""
+
+    built = MappingProxyType({"every": (None,)})
+    dir: Annotated[Path, Field(strict=False)] = Path("runs/run")
+    """Run folder; unset: runs/NAME with NAME from the run file."""
+    every: str | None = None
+    """Time or steps between checkpoints, e.g. "30min"."""
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class LogConfig(Section):
+    """What is written about a run; `metrics.jsonl` always is."""
+
+    built = MappingProxyType({"to": ((), ("tensorboard",))})
+    to: Annotated[tuple[_Writer, ...], BeforeValidator(_as_tuple)] = ()
+    """Writers beside `metrics.jsonl`."""
+    print_every: Annotated[int, *_STEPS] = 1
+    """Steps between printed lines, e.g. "10 steps"."""

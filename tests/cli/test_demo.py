@@ -1,0 +1,65 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from meshwright.cli.demo import read_losses, sparkline
+from meshwright.cli.main import app
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """A fake run whose metrics fall from 5 to 2; the list of configurations."""
+    calls = []
+    losses = [5.0, 4.0, 3.0, 2.0]
+
+    def launch_config(resolved, *, json_output):
+        calls.append(resolved)
+        lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1))
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return {
+            "run_dir": str(tmp_path),
+            "first_loss": losses[0],
+            "final_loss": losses[-1],
+            "eval_loss": 2.25,
+            "tokens_per_second": 12345.6,
+            "step_seconds_median": 0.05,
+            "peak_memory_bytes": [2**27, 2**28],
+        }
+
+    monkeypatch.setattr("meshwright.launching.launch_config", launch_config, raising=False)
+    return calls
+
+
+def test_demo_trains_a_fixed_run_on_two_processes(launched, tmp_path):
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 0, result.exception
+    (resolved,) = launched
+    config = resolved.config
+    assert (config.plan.processes, config.plan.zero, config.train.deterministic) == (2, 1, True)
+    assert config.train.stop_at.unit == "steps"
+    assert resolved.origins["plan.zero"] == "demo"
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(" 1/2 machine   ")
+    assert lines[0].endswith("→ 2 CPU processes")
+    assert "loss      5.0000 █▆▃▁ 2.0000   held-out 2.2500 nats a byte" in result.stdout
+    assert "12,346 tokens/s   0.050 s a step   peak 256 MiB a rank" in result.stdout
+    assert f"kept in {tmp_path}" in result.stdout
+
+
+def test_demo_json(launched):
+    result = CliRunner().invoke(app, ["demo", "--json"])
+    assert json.loads(result.stdout)["train"]["eval_loss"] == 2.25
+
+
+def test_sparkline():
+    assert sparkline([]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([0.0, 7.0, 3.0]) == "▁█▄"
+    assert sparkline(list(map(float, range(100))), width=4) == "▁▃▆█"
+
+
+def test_losses_are_read_in_order(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2}\n')
+    assert read_losses(path) == [2.5, 2.0]
