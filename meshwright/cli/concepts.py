@@ -98,8 +98,8 @@ Set plan.zero = 3.""",
         "model FLOPs utilisation: useful work as a share of the peak",
         """\
 MFU = the model's own FLOPs a second / peak FLOPs a second. Recomputed work does not count. The FLOPs are
-those of the matrix products and of attention: about 6 for each parameter and token, plus 12 x layers x width x
-sequence. The peak is the dense one of the device; for an unknown device MFU is null, for a wrong denominator
+those of the matrix products and of attention: about 6 for each parameter and token, plus 12 x layers x width
+x sequence. The peak is the dense one of the device; for an unknown device MFU is null, as a wrong denominator
 would lie. On accelerators above 30 % is good and above 40 % excellent.""",
         """\
   peak      ████████████████████████████████████████  100 %
