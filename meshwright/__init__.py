@@ -16,7 +16,7 @@ _EXPORTS = {
     "TrainPlan": "meshwright.layout.plan",
     "train": "meshwright.launching",
 }
-__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "train"]  # noqa: F822  (lazy)
+__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "train"]
 
 
 def __getattr__(name: str) -> Any:

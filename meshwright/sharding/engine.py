@@ -34,8 +34,9 @@ from meshwright.sharding.gatherer import GatheredUnit, Gatherer
 from meshwright.sharding.memory import BucketMemory, BufferPool, Initialiser
 from meshwright.sharding.units import assign_units, find_units, parameter_specs
 
-# Reductions in flight at once: more hides nothing (the next one waits for the wire) and each holds a buffer.
-MAX_REDUCTIONS_IN_FLIGHT = 2
+# Reductions that stay in flight behind the newest backward work: more hides nothing (the next one waits for the
+# wire) and each holds a buffer. `layout/accounting.py` counts these buffers.
+REDUCTIONS_IN_FLIGHT = 1
 # Rows of the norm: float32 sums over longer vectors lose digits (7e-4 relative at 16.8 M elements), so squares
 # are summed in float32 over short rows and in float64 over rows.
 NORM_ROW_NUMEL = 1 << 12
@@ -129,7 +130,7 @@ class ShardingEngine:
                     setattr(module, name, buffer.to(device))  # nn.Module keeps it a (non-)persistent buffer
 
     def _make_pools(self, device: torch.device) -> None:
-        """One pool of open gradient buffers an element type for blocks, and a buffer of its own for each root bucket."""
+        """Pools of open gradient buffers: one an element type for blocks, one of its own for each root bucket."""
         self._pools: dict[BucketMemory, BufferPool] = {}
         self.pools: list[BufferPool] = []
         shared: dict[torch.dtype, list[BucketMemory]] = {}
@@ -330,7 +331,7 @@ class ShardingEngine:
             memory.reduction = ops.reduce_scatter(output, memory.gradients, self.group, cause=cause)
         self._in_flight.append(memory)
         if self.policy.shards_optimizer:
-            self._drain(MAX_REDUCTIONS_IN_FLIGHT - 1)
+            self._drain(REDUCTIONS_IN_FLIGHT)
 
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:

@@ -40,7 +40,7 @@ class RankPool:
 
     def __init__(self) -> None:
         method = "forkserver" if sys.platform.startswith("linux") else "spawn"
-        self._context = multiprocessing.get_context(method)
+        self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
             self._context.set_forkserver_preload(PRELOAD)
         self._ranks: dict[int, _Rank] = {}

@@ -1,0 +1,1 @@
+"""The trainer: configuration, the one step, the one loop, metrics."""

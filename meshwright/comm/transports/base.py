@@ -47,6 +47,10 @@ class Transport(Protocol):
 
     name: str
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of receive buffers that the transport holds."""
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum `tensor` over the group, in place."""
 

@@ -42,12 +42,12 @@ class GlooTransport:
         self._index = index
         self._size = size
         self._sequence = 0
-        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._scratch = ScratchBuffers()
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of receive buffers kept for reuse (those in flight are not counted)."""
-        return sum(t.numel() * t.element_size() for pool in self._scratch.values() for t in pool)
+        """Bytes of receive buffers, in flight or kept for reuse."""
+        return self._scratch.nbytes
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`. Gloo's own: no arrangement of sends beats it."""
@@ -57,11 +57,11 @@ class GlooTransport:
         """See `Transport`."""
         blocks = source.view(self._size, -1)
         if source.numel() * source.element_size() < POINT_TO_POINT_BYTES:
-            scratch = self._take(source.numel(), source.dtype)
+            scratch = self._scratch.take(source.numel(), source.dtype)
             parts = [dist.all_to_all_single(scratch, source, group=self._group, async_op=True)]
             received = list(scratch.view(self._size, -1))
         else:
-            scratch = self._take(source.numel() - blocks.shape[1], source.dtype)
+            scratch = self._scratch.take(source.numel() - blocks.shape[1], source.dtype)
             rows = iter(scratch.view(self._size - 1, -1))
             received = [blocks[i] if i == self._index else next(rows) for i in range(self._size)]
             tag = self._next_tag()
@@ -136,10 +136,6 @@ class GlooTransport:
     def _receive(self, tensor: Tensor, index: int, tag: int) -> dist.Work | None:
         return dist.irecv(tensor, group=self._group, group_src=index, tag=tag)
 
-    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        pool = self._scratch.setdefault((numel, dtype), [])
-        return pool.pop() if pool else torch.empty(numel, dtype=dtype)
-
     def _sum(self, output: Tensor, received: list[Tensor], scratch: Tensor) -> None:
         """`output = received[0] + received[1] + ...` in rank order; `output` may alias this rank's own part."""
         if self._index == 0 or self._size == 2:
@@ -151,4 +147,42 @@ class GlooTransport:
             for part in received[1:-1]:
                 total.add_(part)
             torch.add(total, received[-1], out=output)
-        self._scratch[scratch.numel(), scratch.dtype].append(scratch)
+        self._scratch.give(scratch)
+
+
+class ScratchBuffers:
+    """Receive buffers kept for reuse: as many as were ever in flight at once, each as large as was ever asked."""
+
+    def __init__(self) -> None:
+        self._all: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._all)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of `numel` elements with unspecified values."""
+        nbytes = numel * dtype.itemsize
+        large_enough = [buffer for buffer in self._free if buffer.numel() >= nbytes]
+        if large_enough:
+            buffer = min(large_enough, key=Tensor.numel)
+            self._remove(self._free, buffer)
+        else:
+            if self._free:  # replace a buffer that is too small instead of keeping both
+                smaller = self._free.pop()
+                self._remove(self._all, smaller)
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self._all.append(buffer)
+        return buffer[:nbytes].view(dtype)
+
+    def give(self, taken: Tensor) -> None:
+        """Return what `take` gave."""
+        address = taken.data_ptr()
+        self._free.append(next(buffer for buffer in self._all if buffer.data_ptr() == address))
+
+    @staticmethod
+    def _remove(buffers: list[Tensor], buffer: Tensor) -> None:
+        position = next(i for i, other in enumerate(buffers) if other is buffer)
+        del buffers[position]

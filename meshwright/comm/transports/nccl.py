@@ -28,7 +28,10 @@ class NcclTransport:
         self._index = index
         self._size = size
 
-    scratch_bytes = 0
+    @property
+    def scratch_bytes(self) -> int:
+        """None of ours: NCCL keeps its own."""
+        return 0
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`."""

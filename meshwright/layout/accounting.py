@@ -1,0 +1,171 @@
+"""What a policy costs: collectives, bytes on the wire and bytes of memory, as formulas over buckets.
+
+The engine is tested against these numbers, to the call and to the byte; a planner can read them before anything
+runs. With N bytes of padded parameters over P ranks and A micro-batches, per rank and step:
+
+| policy | wire bytes | weights + gradients + optimizer (AdamW, one element type) |
+|---|---|---|
+| ddp, zero1 | 2(P-1)/P·N | 4N; 2N + 2N/P |
+| zero2 | (A+1)(P-1)/P·N | N + 3N/P, and two open buckets |
+| zero3, U units | A·((2U-1 gathers) + U reduce-scatters) | 4N/P, and gathered units |
+
+Source: ZeRO (arXiv 1910.02054), sections 5 and 7.
+Simplification: parameters of no bucket (not trained and not sharded) and activations are not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.layout.bucket import Bucket, Unit
+from meshwright.layout.policy import ShardingPolicy
+
+Moment = Literal["after step", "after forward", "peak backward", "after accumulation"]
+MOMENTS: tuple[Moment, ...] = ("after step", "after forward", "peak backward", "after accumulation")
+# Tensors of optimizer state as large as the parameter, and bytes of the step count beside them.
+OPTIMIZER_SLOTS = {"adamw": (2, 4), "adam": (2, 4), "sgd": (0, 0), "sgd momentum": (1, 0)}
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes one rank holds at one moment.
+
+    Attributes:
+        weights: full flat weights, gathered units included.
+        weight_shards: shards of their own (zero3).
+        gradients: full flat gradients that stay.
+        gradient_shards: shards of their own (zero2, zero3).
+        pool: open gradient buffers.
+    """
+
+    weights: int
+    weight_shards: int
+    gradients: int
+    gradient_shards: int
+    pool: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return self.weights + self.weight_shards + self.gradients + self.gradient_shards + self.pool
+
+
+def _nbytes(buckets: Sequence[Bucket]) -> int:
+    return sum(bucket.numel * bucket.itemsize for bucket in buckets)
+
+
+def _all(units: Sequence[Unit]) -> list[Bucket]:
+    return [bucket for unit in units for bucket in unit.buckets]
+
+
+def _trained(units: Sequence[Unit]) -> list[Bucket]:
+    return [bucket for bucket in _all(units) if bucket.trainable]
+
+
+def kept_unit(policy: ShardingPolicy, units: Sequence[Unit]) -> Unit | None:
+    """The unit that stays gathered from forward to backward: the root where there is one, else the last block."""
+    if not (policy.shards_parameters and policy.keep_last and units):
+        return None
+    return units[0] if units[0].is_root else units[-1]
+
+
+def declared_calls(policy: ShardingPolicy, units: Sequence[Unit], *, num_microbatches: int) -> Counter[str]:
+    """Logical collectives of one training step on each rank, by operation, without the one small reduction.
+
+    For models that use every unit once, in order.
+    """
+    calls: Counter[str] = Counter()
+    buckets = _trained(units)
+    if not buckets or buckets[0].num_shards == 1:
+        return calls
+    if policy.last_microbatch is not None:
+        calls[policy.last_microbatch] += len(buckets)
+    if policy.gradient_ready == "reduce_scatter":
+        calls["reduce_scatter"] += len(buckets) * num_microbatches
+    if policy.after_step is not None:
+        calls["all_gather"] += len(buckets)
+    if policy.before_use is not None:
+        kept = kept_unit(policy, units)
+        gathers = 2 * len(_all(units)) - (len(kept.buckets) if kept else 0)
+        calls["all_gather"] += gathers * num_microbatches
+    return calls
+
+
+def declared_wire_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, num_microbatches: int) -> int:
+    """Bytes that each rank sends in one step (as many come in), without the one small reduction."""
+    buckets = _trained(units)
+    if not buckets or buckets[0].num_shards == 1:
+        return 0
+    shards = buckets[0].num_shards
+    total = _nbytes(buckets)
+    numel_moved = 0
+    if policy.last_microbatch is not None:
+        numel_moved += total * (2 if policy.last_microbatch == "all_reduce" else 1)
+    if policy.gradient_ready == "reduce_scatter":
+        numel_moved += total * num_microbatches
+    if policy.after_step is not None:
+        numel_moved += total
+    if policy.before_use is not None:
+        kept = kept_unit(policy, units)
+        numel_moved += num_microbatches * (2 * _nbytes(_all(units)) - (_nbytes(kept.buckets) if kept else 0))
+    return numel_moved * (shards - 1) // shards
+
+
+def memory_bytes(policy: ShardingPolicy, units: Sequence[Unit], moment: Moment) -> MemoryBytes:
+    """Bytes of weights and gradients that each rank holds at `moment` of a step.
+
+    For models that use every unit once, in order, and whose gradients come in reverse order.
+    """
+    buckets, trained = _all(units), _trained(units)
+    shards = buckets[0].num_shards if buckets else 1
+    transient = policy.shards_parameters and shards > 1
+    sums_in_shard = policy.shards_gradients and shards > 1
+    return MemoryBytes(
+        weights=_gathered_bytes(policy, units, moment) if transient else _nbytes(buckets),
+        weight_shards=_nbytes(buckets) // shards if transient else 0,
+        gradients=0 if sums_in_shard else _nbytes(trained),
+        gradient_shards=_nbytes(trained) // shards if sums_in_shard else 0,
+        pool=_pool_bytes(policy, units) if sums_in_shard else 0,
+    )
+
+
+def _gathered_bytes(policy: ShardingPolicy, units: Sequence[Unit], moment: Moment) -> int:
+    if moment in ("after step", "after accumulation"):
+        return 0
+    kept = kept_unit(policy, units)
+    if moment == "after forward":
+        return _nbytes(kept.buckets) if kept else 0
+    root = _nbytes(units[0].buckets) if units[0].is_root else 0
+    blocks = [_nbytes(unit.buckets) for unit in units if not unit.is_root]
+    pairs = [first + second for first, second in itertools.pairwise(blocks)]
+    return root + max(pairs or blocks or [0])
+
+
+def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit]) -> int:
+    """Two buffers of the largest block an element type (one fills, one is reduced), one for each root bucket."""
+    own, shared = 0, list[Bucket]()
+    for unit in units:
+        for bucket in unit.buckets:
+            if bucket.trainable and unit.is_root and policy.shards_parameters:
+                own += bucket.numel * bucket.itemsize
+            elif bucket.trainable:
+                shared.append(bucket)
+    for dtype in {bucket.parameters[0].dtype for bucket in shared}:
+        sizes = [bucket.numel * bucket.itemsize for bucket in shared if bucket.parameters[0].dtype == dtype]
+        own += max(sizes) * min(2, len(sizes))
+    return own
+
+
+def optimizer_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, optimizer: str, index: int = 0) -> int:
+    """Bytes of optimizer state on data-parallel rank `index`, once every parameter has been updated."""
+    slots, step_bytes = OPTIMIZER_SLOTS[optimizer]
+    total = 0
+    for bucket in _trained(units):
+        owners = bucket.num_shards if policy.shards_optimizer else 1
+        for piece in bucket.owned(index if owners > 1 else 0, owners):
+            total += (piece.stop - piece.start) * bucket.itemsize * slots + step_bytes
+    return total

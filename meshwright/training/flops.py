@@ -1,0 +1,97 @@
+"""FLOPs of a model, counted from what it executes, and the peak they are divided by.
+
+Matmuls, convolutions and attention count; elementwise work does not. Backward costs twice the forward, so a sample
+costs three forwards. Two conventions are in use for causal attention: the full square of scores (PaLM, appendix B)
+and the half that a causal kernel needs; both are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from meshwright.presets import machine_of_device
+from meshwright.training.tree import cast_batch
+
+_MEASURED_SIZE = 1024
+_MEASURED_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class FlopsPerSample:
+    """Forward and backward FLOPs of one sample.
+
+    Attributes:
+        full: attention counted as the full square.
+        causal: causal attention counted as half of it (equal to `full` where that is not known).
+    """
+
+    full: float
+    causal: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The denominator of MFU for one device.
+
+    Attributes:
+        flops_per_second: peak of the plan's element type.
+        name: what it is, e.g. `h100 bf16 dense` or `measured 1024³ matmul`.
+    """
+
+    flops_per_second: float
+    name: str
+
+
+def _flash_for_cpu(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+@torch.no_grad()
+def count_flops(model: nn.Module, loss: Callable[[Any, Any], Any], samples: Sequence[Any]) -> FlopsPerSample:
+    """Count one forward of `loss` over `samples` on a copy of `model`; nothing of the model changes."""
+    # torch's registry lacks the kernel that CPUs use for attention and would count zero for it.
+    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_for_cpu}
+    twin = copy.deepcopy(model).eval()
+    dtype = next((p.dtype for p in twin.parameters()), torch.float32)
+    batch = cast_batch(default_collate(list(samples)), dtype)
+    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        loss(twin, batch)
+    per_sample = 3.0 * counter.get_total_flops() / len(samples)
+    return FlopsPerSample(per_sample, per_sample)
+
+
+def device_peak(device: torch.device, precision: str) -> Peak | None:
+    """Peak FLOP/s of one device: from the table for a known GPU, measured for a CPU process, else None.
+
+    A wrong denominator makes MFU lie, so an unknown GPU has none.
+    """
+    if device.type == "cuda":
+        machine = machine_of_device(torch.cuda.get_device_name(device))
+        if machine is None or precision not in machine.flops:
+            return None
+        return Peak(machine.flops[precision], f"{machine.name} {precision} dense, from the table")
+    return _measured_peak(precision)
+
+
+def _measured_peak(precision: str) -> Peak:
+    """Best rate of a square product on this process's threads."""
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    size = _MEASURED_SIZE
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    out, best, end = torch.empty_like(a), float("inf"), time.perf_counter() + _MEASURED_SECONDS
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        best = min(best, time.perf_counter() - start)
+    threads = torch.get_num_threads()
+    name = f"measured {size}³ {precision} matmul on {threads} thread{'s' if threads > 1 else ''}"
+    return Peak(2 * size**3 / best, name)

@@ -1,0 +1,77 @@
+"""What a run says of itself before it starts and when it ends: one place for the sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.layout.accounting import memory_bytes, optimizer_bytes
+from meshwright.layout.plan import TrainPlan
+from meshwright.mesh import AXIS_CUTS
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+
+_MIB = 2**20
+
+
+def axes_lines(plan: TrainPlan, shape: Mapping[str, int]) -> list[str]:
+    """What pp, dp, cp and tp cut of an activation (layer, batch, sequence, channel), with this run's numbers."""
+    extents = {"batch": plan.micro_batch * plan.mesh.dp, **shape}
+    parts = []
+    for axis, size in plan.mesh.sizes().items():
+        dim = AXIS_CUTS[axis]
+        whole = extents.get(dim)
+        numbers = f"{whole} / {size} = {whole // size}" if whole else f"/ {size}"
+        parts.append(f"{axis} cuts {dim} {numbers}")
+    return ["axes   an activation is (layer, batch, sequence, channel): " + " · ".join(parts)]
+
+
+def plan_lines(plan: TrainPlan) -> list[str]:
+    """The batch arithmetic and the policy."""
+    policy = plan.policy
+    verbs = [
+        f"{moment}: {verb.replace('_', '-')}"
+        for moment, verb in (
+            ("before use", policy.before_use),
+            ("gradient ready", policy.gradient_ready if policy.shards_gradients else None),
+            ("last micro-batch", policy.last_microbatch),
+            ("after step", policy.after_step),
+        )
+        if verb
+    ]
+    dp, micro, k = plan.mesh.dp, plan.micro_batch, plan.num_microbatches
+    return [
+        f"plan   {plan.describe()}   ({' · '.join(verbs)})",
+        f"check  {plan.global_batch} samples = dp {dp} x micro {micro} x accumulate {k} ✓",
+    ]
+
+
+def optimizer_key(spec: OptimizerSpec) -> str:
+    """The row of accounting's table for this optimizer."""
+    return "sgd momentum" if spec.name == "sgd" and spec.momentum else spec.name
+
+
+def memory_line(
+    engine: ShardingEngine, optimizer: ShardedOptimizer, plan: TrainPlan, spec: OptimizerSpec
+) -> str:
+    """Predicted / measured bytes of weights, gradients and optimizer on this rank, after a step."""
+    rest = memory_bytes(plan.policy, engine.units, "after step")
+    held = engine.storage_bytes()
+    rows = {
+        "weights": (rest.weights + rest.weight_shards, held["weights"] + held["weight_shards"]),
+        "gradients": (
+            rest.gradients + rest.gradient_shards + rest.pool,
+            held["gradients"] + held["gradient_shards"] + held["pool"],
+        ),
+        "optimizer": (
+            optimizer_bytes(
+                plan.policy, engine.units, optimizer=optimizer_key(spec), index=engine.group.index
+            ),
+            optimizer.state_bytes(),
+        ),
+    }
+    peak = memory_bytes(plan.policy, engine.units, "peak backward")
+    parts = [f"{name} {a / _MIB:.2f} / {b / _MIB:.2f}" for name, (a, b) in rows.items()]
+    gathered = peak.weights - rest.weights
+    if gathered:
+        parts.append(f"gathered at peak {gathered / _MIB:.2f}")
+    return f"memory a rank, predicted / measured MiB: {' · '.join(parts)}"

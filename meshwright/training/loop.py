@@ -1,0 +1,365 @@
+"""The training loop of one rank: connect, build, shard, step until done, evaluate, report.
+
+The loop owns time, printing and files; everything that computes is in `step.py`. Every rank runs it; rank 0 prints
+and writes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.comm.log import CommLog, ring_path
+from meshwright.comm.mesh import Mesh, World, connect, disconnect
+from meshwright.comm.watchdog import Watchdog
+from meshwright.data.batches import Batches, heldout_batches
+from meshwright.data.index_law import BatchGeometry
+from meshwright.errors import ConfigError, NumericsError, PlanError
+from meshwright.layout.check import PlanRequest, make_plan
+from meshwright.layout.plan import TrainPlan
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.training import header
+from meshwright.training.config import RunConfig
+from meshwright.training.console import Console
+from meshwright.training.determinism import prepare
+from meshwright.training.flops import Peak, device_peak
+from meshwright.training.learning_rate import LearningRate
+from meshwright.training.metrics import (
+    Meter,
+    MetricsWriter,
+    StepRecord,
+    gather_numbers,
+    median_step_seconds,
+    peak_memory_bytes,
+)
+from meshwright.training.nonfinite import explain_not_finite
+from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.state import TrainState
+from meshwright.training.step import StepResult, evaluate, train_step
+from meshwright.training.task import DTYPES, Task, check_same_model, make_task
+from meshwright.training.tree import cast_batch
+
+
+@dataclass
+class Progress:
+    """What the loop has seen so far, for the report at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    eval_loss: float | None = None
+
+
+def run_worker(config: RunConfig, *, world: World, run_dir: Path, console: Console) -> dict[str, Any]:
+    """Train as one rank of `world`; the contract's result on every rank.
+
+    Args:
+        config: the run.
+        world: who this process is.
+        run_dir: run folder, the same on every rank; made if missing.
+        console: where rank 0 prints; a console without a stream elsewhere.
+    """
+    device = _device(config, world)
+    log = CommLog(world.rank, world.size, ring_path(run_dir / "events", world.rank))
+    # The watchdog must speak before the transport gives up by itself.
+    connect(world, device=device, timeout_seconds=2 * config.train.watchdog + 60)
+    try:
+        with Watchdog(log, limit_seconds=config.train.watchdog, folder=run_dir, world_size=world.size):
+            return Run(config, world, run_dir=run_dir, console=console, device=device, log=log).train()
+    finally:
+        console.close()
+        disconnect()
+
+
+def plan_of(config: RunConfig, world: World) -> TrainPlan:
+    """The plan that the configuration gives on this world."""
+    request = PlanRequest(
+        policy=config.plan.zero,
+        dp=config.plan.dp,
+        micro_batch=config.plan.micro_batch,
+        precision="fp64" if config.plan.precision == "fp64" else "fp32",
+        bucket_bytes=config.plan.bucket_bytes,
+    )
+    source = {"slurm": "SLURM_NTASKS", "environment": "WORLD_SIZE", "single": ""}[world.source]
+    return make_plan(
+        request, world_size=world.size, global_batch=config.train.global_batch, world_source=source
+    )
+
+
+def _device(config: RunConfig, world: World) -> torch.device:
+    wants_gpu = config.plan.transport in ("auto", "nccl") and torch.cuda.is_available()
+    if config.plan.transport == "nccl" and not torch.cuda.is_available():
+        raise PlanError(
+            "E207", 'plan.transport = "nccl" needs CUDA GPUs and this host shows none; use "gloo"'
+        )
+    if wants_gpu:
+        if world.local_rank >= torch.cuda.device_count():
+            raise PlanError(
+                "E207",
+                f"local rank {world.local_rank} has no GPU: {torch.cuda.device_count()} are visible. Start fewer "
+                f'processes a host, or set plan.transport="gloo" for CPU processes.',
+            )
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+class Run:
+    """One rank's run, from a configuration to a result."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        *,
+        run_dir: Path,
+        console: Console,
+        device: torch.device,
+        log: CommLog,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.console = console
+        self.device = device
+        self.is_first = world.rank == 0
+        prepare(seed=config.train.seed, deterministic=config.train.deterministic)
+        log.progress("building the model and opening data")
+        self.plan = plan_of(config, world)
+        self.mesh = Mesh(self.plan.mesh, world, log=log, device=device)
+        self.group = self.mesh.group("dp")
+        self.task = make_task(config)
+        check_same_model(self.task.model, self.group)
+        self.state = self._make_state()
+        self.batches = Batches(self.task.train_data, self._geometry(), seed=config.train.seed)
+        self.total_steps = self._total_steps(self.task)
+        self.learning_rate = self._learning_rate()
+        self.peak: Peak | None = device_peak(device, self.plan.precision)
+        self.meter = Meter(
+            self.task.flops, self.peak, world_size=world.size, global_batch=self.plan.global_batch
+        )
+        self.progress = Progress()
+
+    def _optimizer_spec(self) -> OptimizerSpec:
+        chosen = self.config.train.optimizer
+        return OptimizerSpec(
+            chosen.name, chosen.lr, chosen.weight_decay, chosen.betas, chosen.eps, chosen.momentum
+        )
+
+    def _make_state(self) -> TrainState:
+        engine = ShardingEngine(
+            self.task.model,
+            policy=self.plan.policy,
+            group=self.group,
+            device=self.device,
+            initialiser=self.task.initialiser,
+        )
+        return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards))
+
+    def _geometry(self) -> BatchGeometry:
+        return BatchGeometry(
+            global_batch=self.plan.global_batch,
+            num_microbatches=self.plan.num_microbatches,
+            dp_size=self.group.size,
+            dp_rank=self.group.index,
+        )
+
+    def _total_steps(self, task: Task) -> int | None:
+        """Length of the run in steps; None when it stops by time."""
+        stop, batch = self.config.train.stop_at, self.plan.global_batch
+        if stop.unit == "seconds":
+            return None
+        if stop.unit == "steps":
+            return int(stop.amount)
+        if stop.unit == "epochs":
+            return max(1, math.ceil(stop.amount * len(task.train_data) / batch))
+        if "sequence" not in task.shape:
+            raise ConfigError(
+                "E102",
+                f'train.stop_at = "{stop}": samples of {task.name} are not token sequences of a known '
+                f'length; write "5000 steps", "2 epochs" or "6h".',
+            )
+        return max(1, math.ceil(stop.amount / (batch * task.shape["sequence"])))
+
+    def _learning_rate(self) -> LearningRate:
+        schedule, total = self.config.train.schedule, self.total_steps
+        return LearningRate(
+            schedule.name,
+            peak=self.config.train.optimizer.lr,
+            warmup_steps=schedule.warmup.num_steps(total or 0),
+            decay_steps=schedule.decay.num_steps(total or 0),
+            total_steps=total,
+            final_ratio=schedule.final_ratio,
+        )
+
+    # The loop.
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end and return the contract's result."""
+        self._print_header()
+        writer = self._make_writer() if self.is_first else None
+        self.task.model.train()
+        started = time.perf_counter()
+        try:
+            last = False
+            while not last:
+                result, seconds = self._timed_step()
+                last = self._is_last(time.perf_counter() - started)
+                self._record(result, seconds, writer, last=last)
+                if self.config.train.eval_every.due(self.state.step, last=last):
+                    self._evaluate(writer)
+        finally:
+            if writer is not None:
+                writer.close()
+        return self._report()
+
+    def _timed_step(self) -> tuple[StepResult, float]:
+        step, start = self.state.step, time.perf_counter()
+        result = train_step(
+            self.state,
+            lambda k: self._micro_batch(step, k),
+            loss=self.task.loss,
+            num_microbatches=self.plan.num_microbatches,
+            lr=self.learning_rate.at(step),
+            clip_norm=self.config.train.clip_norm,
+        )
+        if not result.applied:
+            raise self._not_finite(step)
+        return result, time.perf_counter() - start
+
+    def _micro_batch(self, step: int, microbatch: int) -> Any:
+        batch = self.batches.micro_batch(step, microbatch)
+        return cast_batch(batch, DTYPES[self.plan.precision], self.device)
+
+    def _not_finite(self, step: int) -> NumericsError:
+        batches = (self._micro_batch(step, k) for k in range(self.plan.num_microbatches))
+        return explain_not_finite(self.state.engine, batches, loss=self.task.loss, step=step)
+
+    def _is_last(self, elapsed: float) -> bool:
+        if self.total_steps is not None:
+            return self.state.step >= self.total_steps
+        # Ranks must stop at the same step, and their clocks differ: the slowest decides.
+        limit = self.config.train.stop_at.amount
+        return max(gather_numbers(elapsed, self.group, self.device)) >= limit
+
+    def _evaluate(self, writer: MetricsWriter | None) -> None:
+        if self.task.heldout_data is None:
+            return
+        batches = heldout_batches(
+            self.task.heldout_data,
+            self.config.train.eval_samples,
+            batch_size=self.plan.micro_batch,
+            dp_size=self.group.size,
+            dp_rank=self.group.index,
+        )
+        dtype = DTYPES[self.plan.precision]
+        moved = (cast_batch(batch, dtype, self.device) for batch in batches)
+        self.progress.eval_loss = evaluate(self.state.engine, moved, loss=self.task.loss)
+        if writer is not None:
+            writer.evaluation(self.state.step, self.progress.eval_loss)
+        self.console.line(f"step={self.state.step} eval_loss={self.progress.eval_loss:.4f}")
+
+    # What people see.
+
+    def _make_writer(self) -> MetricsWriter:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "plan.lock.json").write_text(self.plan.to_json())
+        return MetricsWriter(self.run_dir, tensorboard="tensorboard" in self.config.log.to)
+
+    def _print_header(self) -> None:
+        say = self.console.line
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
+        say(f"run    {self.run_dir}   {self.task.name}   {self.group.size} x {device}")
+        for text in header.plan_lines(self.plan) + header.axes_lines(self.plan, self.task.shape):
+            say(text)
+        say(
+            f"mfu    peak {self.peak.flops_per_second / 1e9:,.1f} GFLOP/s a device ({self.peak.name})"
+            if self.peak
+            else "mfu    unknown: this device is not in the table, and a wrong peak would lie"
+        )
+
+    def _record(
+        self, result: StepResult, seconds: float, writer: MetricsWriter | None, *, last: bool
+    ) -> None:
+        self.progress.losses.append(result.loss)
+        self.progress.seconds.append(seconds)
+        step = self.state.step
+        if step == 1:
+            spec = self._optimizer_spec()
+            self.console.line(header.memory_line(self.state.engine, self.state.optimizer, self.plan, spec))
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=self.learning_rate.at(step - 1),
+            tokens=self.state.tokens,
+            seconds=seconds,
+            tokens_per_second=result.count / seconds,
+            mfu=self.meter.utilisation(seconds),
+            hfu=self.meter.utilisation(seconds),
+        )
+        if writer is not None:
+            writer.step(record)
+        line = _step_line(record, self.total_steps)
+        if last or step == 1 or step % self.config.log.print_every == 0:
+            self.console.line(line)
+        else:
+            self.console.status(line)
+
+    def _report(self) -> dict[str, Any]:
+        peaks = gather_numbers(float(peak_memory_bytes(self.device)), self.group, self.device)
+        seconds = median_step_seconds(self.progress.seconds)
+        steady = self.progress.seconds[1:] or self.progress.seconds
+        tokens_a_step = self.state.tokens / self.state.step
+        mfu = self.meter.utilisation(seconds)
+        self._print_end(seconds, mfu)
+        return {
+            "run_dir": str(self.run_dir),
+            "steps": self.state.step,
+            "tokens": self.state.tokens,
+            "first_loss": self.progress.losses[0],
+            "final_loss": self.progress.losses[-1],
+            "eval_loss": self.progress.eval_loss,
+            "tokens_per_second": tokens_a_step * len(steady) / sum(steady),
+            "step_seconds_median": seconds,
+            "mfu": mfu,
+            "hfu": mfu,
+            "mfu_causal": self.meter.utilisation(seconds, causal=True),
+            "mfu_peak": self.peak.name if self.peak else None,
+            "peak_memory_bytes": [int(value) for value in peaks],
+            "world_size": self.mesh.world.size,
+            "mesh": self.plan.mesh.sizes(),
+            "resumed_from": None,
+        }
+
+    def _print_end(self, seconds: float, mfu: float | None) -> None:
+        held = "" if self.progress.eval_loss is None else f"   held-out loss {self.progress.eval_loss:.4f}"
+        self.console.line(
+            f"done   {self.state.step} steps   loss {self.progress.losses[0]:.4f} → "
+            f"{self.progress.losses[-1]:.4f}{held}   {seconds:.3f} s a step"
+        )
+        if mfu is None or self.peak is None:
+            return
+        causal = self.meter.utilisation(seconds, causal=True)
+        text = f"mfu    {mfu:.1%} with full attention, {causal:.1%} with causal, of {self.peak.name}"
+        if self.device.type == "cuda":
+            text += "; above 30% is good and above 40% excellent on accelerators"
+        self.console.line(text)
+
+
+def _step_line(record: StepRecord, total: int | None) -> str:
+    parts = [
+        f"step={record.step}" + (f"/{total}" if total else ""),
+        f"loss={record.loss:.4f}",
+        f"lr={record.lr:.2e}",
+        f"gnorm={record.grad_norm:.3f}",
+        f"tok_s={record.tokens_per_second:,.0f}".replace(",", "_"),
+        f"s={record.seconds:.3f}",
+    ]
+    if record.mfu is not None:
+        parts.append(f"mfu={record.mfu:.3f}")
+    return " ".join(parts)

@@ -1,0 +1,134 @@
+"""Numbers of a run: one JSON object a step (always), TensorBoard (asked for), and the figures of the end.
+
+JSON lines are the source of truth; everything else is drawn from the same records.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from meshwright.comm import ops
+from meshwright.comm.ops import Group
+from meshwright.training.flops import FlopsPerSample, Peak
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of `metrics.jsonl`.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over everything the loss counted.
+        grad_norm: before clipping.
+        lr: learning rate of the step.
+        tokens: counted elements since the start of the run.
+        seconds: wall time of the step on rank 0.
+        tokens_per_second: over all ranks.
+        mfu: model FLOPs (full attention) / peak; None where the peak is unknown.
+        hfu: executed FLOPs (recomputation included) / peak; None where the peak is unknown.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    hfu: float | None
+
+
+class Meter:
+    """Turns step times into throughput and utilisation.
+
+    Args:
+        flops: of one sample.
+        peak: of one device, or None.
+        world_size: number of devices.
+        global_batch: samples a step.
+    """
+
+    def __init__(
+        self, flops: FlopsPerSample, peak: Peak | None, *, world_size: int, global_batch: int
+    ) -> None:
+        self._flops_per_step = flops.full * global_batch
+        self._flops_per_step_causal = flops.causal * global_batch
+        self._peak = peak
+        self._world_size = world_size
+
+    def utilisation(self, seconds: float, *, causal: bool = False) -> float | None:
+        """MFU of a step of `seconds`: the time that the model's FLOPs take at peak / the step's time.
+
+        Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same number.
+        """
+        if self._peak is None:
+            return None
+        flops = self._flops_per_step_causal if causal else self._flops_per_step
+        return flops / (seconds * self._peak.flops_per_second * self._world_size)
+
+
+class MetricsWriter:
+    """`metrics.jsonl` in the run folder, and TensorBoard events beside it when asked for."""
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
+        self._file: TextIO = (run_dir / "metrics.jsonl").open("w", buffering=1)
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "events"))
+
+    def step(self, record: StepRecord) -> None:
+        """Write one step."""
+        print(json.dumps(asdict(record)), file=self._file)
+        self._scalars({"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}, record.step)
+        self._scalars({"tokens_per_second": record.tokens_per_second}, record.step)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Write a held-out loss."""
+        print(json.dumps({"step": step, "eval_loss": loss}), file=self._file)
+        self._scalars({"eval_loss": loss}, step)
+
+    def _scalars(self, values: dict[str, float], step: int) -> None:
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory this rank has held: allocated on its GPU, or resident in its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def gather_numbers(value: float, group: Group, device: torch.device) -> list[float]:
+    """One number of every rank of the group, in rank order."""
+    out = torch.zeros(group.size, dtype=torch.float64, device=device)
+    ops.all_gather(
+        out, torch.tensor([value], dtype=torch.float64, device=device), group, cause="numbers"
+    ).wait()
+    return out.tolist()
+
+
+def median_step_seconds(seconds: Sequence[float]) -> float:
+    """Median over steps, the first left out where there are others (it warms up)."""
+    steady = seconds[1:] or seconds
+    return statistics.median(steady) if steady else 0.0

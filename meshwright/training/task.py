@@ -1,0 +1,209 @@
+"""What is trained, made from a configuration: a model, a loss and data, on every rank alike.
+
+Our own models are built on the meta device and drawn shard by shard from (seed, parameter name, global index). A
+user's module is built by its own function under one seed on every rank, and the ranks check that they built the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm import ops
+from meshwright.comm.ops import Group
+from meshwright.data.batches import MapStyle
+from meshwright.data.dataset import SequenceRule, open_data
+from meshwright.errors import ConfigError, PlanError
+from meshwright.models.build import build_model
+from meshwright.models.initial import KnowsInitialValues, draw
+from meshwright.models.loss import classification_loss, language_model_loss
+from meshwright.presets import ModelPreset, find_model, matmul_flops_per_token
+from meshwright.sharding.memory import Initialiser
+from meshwright.training.config import RunConfig, default_cache_dir
+from meshwright.training.flops import FlopsPerSample, count_flops
+from meshwright.training.normaliser import sum_and_count
+from meshwright.training.step import Loss
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its loss and its data.
+
+    Attributes:
+        name: for the run header.
+        model: on the meta device where `initialiser` draws it, else with values.
+        loss: (model, batch) -> (sum, count).
+        train_data: map-style dataset.
+        heldout_data: the same, disjoint; None where there is none.
+        initialiser: values of meta parameters.
+        flops: FLOPs of forward and backward of one sample.
+        shape: extents of an activation that parallelism can cut: layer, batch is the plan's, sequence, channel.
+    """
+
+    name: str
+    model: nn.Module
+    loss: Loss
+    train_data: MapStyle
+    heldout_data: MapStyle | None
+    initialiser: Initialiser | None
+    flops: FlopsPerSample
+    shape: dict[str, int]
+
+
+def make_task(config: RunConfig) -> Task:
+    """The task that `config` describes, with parameters of the plan's precision.
+
+    Raises:
+        ConfigError: E104, E106 (preset), E105, E108, E103 (data), E111, E112 (a user's module).
+    """
+    dtype = DTYPES[config.plan.precision]
+    kind, _, rest = config.model.source.partition(":")
+    task = _preset_task(config, rest) if kind == "preset" else _user_task(config, rest)
+    task.model.to(dtype)
+    return task
+
+
+def _preset(config: RunConfig, name: str) -> ModelPreset:
+    preset = find_model(name)
+    fields = {field.name for field in dataclasses.fields(ModelPreset)}
+    changes = {
+        key: value
+        for key, value in config.model.model_dump(exclude={"source", "init"}).items()
+        if value is not None and key in fields
+    }
+    return preset.with_changes(**changes) if changes else preset
+
+
+def _preset_task(config: RunConfig, name: str) -> Task:
+    preset = _preset(config, name)
+    is_language = preset.family != "mlp"
+    if is_language and config.data.seq_len > preset.max_seq_len:
+        raise ConfigError(
+            "E106",
+            f"data.seq_len = {config.data.seq_len} exceeds the {preset.max_seq_len} positions of {preset.name}. "
+            f"Set data.seq_len <= {preset.max_seq_len}, or model.max_seq_len={config.data.seq_len}.",
+        )
+    if is_language == (config.data.train == "digits"):
+        wanted = "stdlib, text:, jsonl: or nanogpt:" if is_language else "digits"
+        raise ConfigError(
+            "E108", f"model {preset.name} cannot read data.train = {config.data.train!r}; use {wanted}."
+        )
+    try:
+        with torch.device("meta"):
+            model = build_model(preset.family, dataclasses.asdict(preset))
+    except ValueError as error:
+        raise ConfigError("E106", f"model {preset.name}: {error}") from error
+    initial = cast(KnowsInitialValues, model).initial_values()
+    seed = config.train.seed
+
+    def initialiser(name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return draw(initial[name], seed=seed, name=name, start=start, stop=stop, dtype=dtype)
+
+    train, heldout = _datasets(config, preset.vocab_size if is_language else None)
+    tokens = config.data.seq_len if is_language else 1
+    full = tokens * matmul_flops_per_token(preset, tokens, causal=False)
+    causal = tokens * matmul_flops_per_token(preset, tokens, causal=True) if preset.causal else full
+    return Task(
+        name=preset.name,
+        model=model,
+        loss=language_model_loss if is_language else classification_loss,
+        train_data=train,
+        heldout_data=heldout,
+        initialiser=initialiser,
+        flops=FlopsPerSample(full, causal),
+        shape={"layer": preset.num_layers, "sequence": tokens, "channel": preset.dim},
+    )
+
+
+def _datasets(config: RunConfig, vocab_size: int | None) -> tuple[MapStyle, MapStyle]:
+    data = config.data
+    rule = SequenceRule(
+        seq_len=data.seq_len, vocab_size=vocab_size, packing=data.packing, overlong=data.overlong
+    )
+    cache = (data.cache_dir or default_cache_dir()).expanduser()
+    train = open_data(data.train, split="train", sequences=rule, cache_dir=cache)
+    if data.eval is None:
+        return train, open_data(data.train, split="heldout", sequences=rule, cache_dir=cache)
+    return train, open_data(data.eval, split="all", sequences=rule, cache_dir=cache)
+
+
+def _user_task(config: RunConfig, place: str) -> Task:
+    torch.manual_seed(config.train.seed)
+    model, loss, dataset = _call_user(place)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError("E111", f"py:{place} built parameters on the meta device: their values are unknown")
+    probe = [dataset[i] for i in range(min(4, len(dataset)))]
+    model.to(DTYPES[config.plan.precision])
+    loss = sum_and_count(model, loss, probe)
+    return Task(
+        name=f"py:{place}",
+        model=model,
+        loss=loss,
+        train_data=dataset,
+        heldout_data=None,
+        initialiser=None,
+        flops=count_flops(model, loss, probe[:1]),
+        shape={},
+    )
+
+
+def _call_user(place: str) -> tuple[nn.Module, Callable[[Any, Any], Any], Any]:
+    module_name, _, function_name = place.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "E111", f"model.source = 'py:{place}': {error}. Looked in {here} and the installed packages."
+        ) from error
+    value = function()
+    rule = f"py:{place} must return (model, loss_fn, dataset)"
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise ConfigError("E111", f"{rule}; it returned {type(value).__name__}")
+    model, loss, dataset = value
+    if not isinstance(model, nn.Module) or not callable(loss):
+        raise ConfigError("E111", f"{rule}; it returned ({type(model).__name__}, {type(loss).__name__}, ...)")
+    if not callable(getattr(dataset, "__getitem__", None)) or not callable(getattr(dataset, "__len__", None)):
+        raise ConfigError("E111", f"{rule}; its dataset has no __len__ and __getitem__ (map style)")
+    if len(dataset) == 0:
+        raise ConfigError("E105", f"the dataset of py:{place} is empty")
+    return model, loss, dataset
+
+
+def check_same_model(model: nn.Module, group: Group) -> None:
+    """Raise E113 unless every rank of `group` built bitwise the same parameters and buffers.
+
+    Meta parameters are drawn by a function of their name and index and need no check.
+    """
+    digest = 0
+    for name, tensor in _named_tensors(model):
+        if not tensor.is_meta:
+            digest = zlib.crc32(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
+    value = float(digest & 0xFFFFF)
+    sums = torch.tensor([value, value * value], dtype=torch.float64)
+    ops.all_reduce(sums, group, cause="same model").wait()
+    total, squares = (int(x) for x in sums.tolist())
+    if group.size * squares != total * total:
+        raise PlanError(
+            "E113",
+            f"ranks of {group.axis} built different models (rank {group.log.rank}: digest {int(value):#x}). Build it "
+            f"from torch's seeded generator only: no time, process id, hash() of strings or rank in its values.",
+        )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
