@@ -209,9 +209,9 @@ class Run:
             while not last:
                 result, seconds = self._timed_step()
                 last = self._is_last(time.perf_counter() - started)
-                self._record(result, seconds, writer, last=last)
-                if self.config.train.eval_every.due(self.state.step, last=last):
-                    self._evaluate(writer)
+                due = self.config.train.eval_every.due(self.state.step, last=last)
+                eval_loss = self._evaluate() if due else None
+                self._record(self._step_record(result, seconds, eval_loss), writer, last=last)
         finally:
             if writer is not None:
                 writer.close()
@@ -246,9 +246,10 @@ class Run:
         limit = self.config.train.stop_at.amount
         return max(gather_numbers(elapsed, self.group, self.device)) >= limit
 
-    def _evaluate(self, writer: MetricsWriter | None) -> None:
+    def _evaluate(self) -> float | None:
+        """Held-out loss over all ranks; None where the task has no held-out data."""
         if self.task.heldout_data is None:
-            return
+            return None
         batches = heldout_batches(
             self.task.heldout_data,
             self.config.train.eval_samples,
@@ -259,9 +260,7 @@ class Run:
         dtype = DTYPES[self.plan.precision]
         moved = (cast_batch(batch, dtype, self.device) for batch in batches)
         self.progress.eval_loss = evaluate(self.state.engine, moved, loss=self.task.loss)
-        if writer is not None:
-            writer.evaluation(self.state.step, self.progress.eval_loss)
-        self.console.line(f"step={self.state.step} eval_loss={self.progress.eval_loss:.4f}")
+        return self.progress.eval_loss
 
     # What people see.
 
@@ -282,30 +281,31 @@ class Run:
             else "mfu    unknown: this device is not in the table, and a wrong peak would lie"
         )
 
-    def _record(
-        self, result: StepResult, seconds: float, writer: MetricsWriter | None, *, last: bool
-    ) -> None:
+    def _step_record(self, result: StepResult, seconds: float, eval_loss: float | None) -> StepRecord:
         self.progress.losses.append(result.loss)
         self.progress.seconds.append(seconds)
-        step = self.state.step
-        if step == 1:
-            spec = self._optimizer_spec()
-            self.console.line(header.memory_line(self.state.engine, self.state.optimizer, self.plan, spec))
-        record = StepRecord(
-            step=step,
+        return StepRecord(
+            step=self.state.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            lr=self.learning_rate.at(step - 1),
+            lr=self.learning_rate.at(self.state.step - 1),
             tokens=self.state.tokens,
             seconds=seconds,
             tokens_per_second=result.count / seconds,
             mfu=self.meter.utilisation(seconds),
             hfu=self.meter.utilisation(seconds),
+            eval_loss=eval_loss,
         )
+
+    def _record(self, record: StepRecord, writer: MetricsWriter | None, *, last: bool) -> None:
+        if record.step == 1:
+            spec = self._optimizer_spec()
+            self.console.line(header.memory_line(self.state.engine, self.state.optimizer, self.plan, spec))
         if writer is not None:
             writer.step(record)
         line = _step_line(record, self.total_steps)
-        if last or step == 1 or step % self.config.log.print_every == 0:
+        stays = last or record.step == 1 or record.eval_loss is not None
+        if stays or record.step % self.config.log.print_every == 0:
             self.console.line(line)
         else:
             self.console.status(line)
@@ -362,4 +362,6 @@ def _step_line(record: StepRecord, total: int | None) -> str:
     ]
     if record.mfu is not None:
         parts.append(f"mfu={record.mfu:.3f}")
+    if record.eval_loss is not None:
+        parts.append(f"eval_loss={record.eval_loss:.4f}")
     return " ".join(parts)

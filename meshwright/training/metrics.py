@@ -35,6 +35,7 @@ class StepRecord:
         tokens_per_second: over all ranks.
         mfu: model FLOPs (full attention) / peak; None where the peak is unknown.
         hfu: executed FLOPs (recomputation included) / peak; None where the peak is unknown.
+        eval_loss: held-out loss after this step; None where none was computed.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepRecord:
     tokens_per_second: float
     mfu: float | None
     hfu: float | None
+    eval_loss: float | None = None
 
 
 class Meter:
@@ -69,12 +71,15 @@ class Meter:
     def utilisation(self, seconds: float, *, causal: bool = False) -> float | None:
         """MFU of a step of `seconds`: the time that the model's FLOPs take at peak / the step's time.
 
-        Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same number.
+        Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same number. None where the peak is
+        unknown, and where the result exceeds 1: then the peak is wrong (a CPU's was measured while other
+        programs ran), and a number would lie.
         """
         if self._peak is None:
             return None
         flops = self._flops_per_step_causal if causal else self._flops_per_step
-        return flops / (seconds * self._peak.flops_per_second * self._world_size)
+        share = flops / (seconds * self._peak.flops_per_second * self._world_size)
+        return share if share <= 1.0 else None
 
 
 class MetricsWriter:
@@ -93,11 +98,8 @@ class MetricsWriter:
         print(json.dumps(asdict(record)), file=self._file)
         self._scalars({"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}, record.step)
         self._scalars({"tokens_per_second": record.tokens_per_second}, record.step)
-
-    def evaluation(self, step: int, loss: float) -> None:
-        """Write a held-out loss."""
-        print(json.dumps({"step": step, "eval_loss": loss}), file=self._file)
-        self._scalars({"eval_loss": loss}, step)
+        if record.eval_loss is not None:
+            self._scalars({"eval_loss": record.eval_loss}, record.step)
 
     def _scalars(self, values: dict[str, float], step: int) -> None:
         if self._board is not None:
