@@ -1,0 +1,60 @@
+"""What a plan derives, and the errors that name the numbers and the fix."""
+
+import pytest
+
+from meshwright.errors import PlanError
+from meshwright.layout.check import PlanRequest, make_plan
+
+
+def test_what_is_left_open_is_derived() -> None:
+    plan = make_plan(PlanRequest(policy=1), world_size=4, global_batch=48)
+    assert (plan.mesh.dp, plan.micro_batch, plan.num_microbatches) == (4, 12, 1)
+    plan = make_plan(
+        PlanRequest("zero3", dp=4, micro_batch=3, bucket_bytes=99), world_size=4, global_batch=48
+    )
+    assert (plan.micro_batch, plan.num_microbatches, plan.policy.bucket_bytes) == (3, 4, 99)
+    assert plan.mesh.dp * plan.micro_batch * plan.num_microbatches == plan.global_batch
+
+
+def _error(request: PlanRequest, **numbers) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        make_plan(request, **numbers)
+    return caught.value
+
+
+def test_axes_against_processes() -> None:
+    error = _error(PlanRequest(dp=3), world_size=4, global_batch=12, world_source="SLURM_NTASKS")
+    assert error.code == "E200"
+    assert "tp 1 x pp 1 x cp 1 x dp 3 = 3, but 4 processes started" in error.message
+    assert "Set plan.dp=4, or start 3." in error.message
+    assert "Is a world of 4 intended? It came from SLURM_NTASKS." in error.message
+    assert "came from" not in _error(PlanRequest(dp=3), world_size=4, global_batch=12).message
+
+
+def test_batch_against_data_parallelism() -> None:
+    error = _error(PlanRequest(), world_size=4, global_batch=10)
+    assert error.code == "E203"
+    assert "global_batch 10 ≠ dp 4 x micro 1 x accumulate k" in error.message
+    assert "Nearest: 8 (k=2), 12 (k=3)." in error.message
+    assert "never changed silently" in error.message
+
+
+def test_batch_against_micro_batch_names_micro_batches_that_fit() -> None:
+    error = _error(PlanRequest(micro_batch=5), world_size=2, global_batch=24)
+    assert "Nearest: 20 (k=2), 30 (k=3). Or plan.micro_batch = 1, 2, 3, 4, 6, 12 for 24." in error.message
+    error = _error(PlanRequest(micro_batch=16), world_size=2, global_batch=8)
+    assert "Nearest: 32 (k=1). Or plan.micro_batch = 1, 2, 4 for 8." in error.message
+
+
+@pytest.mark.parametrize(("micro_batch", "global_batch"), [(0, 8), (-2, 8), (None, 0), (4, 0)])
+def test_empty_batches_are_refused(micro_batch, global_batch) -> None:
+    assert (
+        _error(PlanRequest(micro_batch=micro_batch), world_size=2, global_batch=global_batch).code == "E203"
+    )
+
+
+def test_named_fixes_work() -> None:
+    for micro_batch in (1, 2, 3, 4, 6, 12):
+        make_plan(PlanRequest(micro_batch=micro_batch), world_size=2, global_batch=24)
+    for global_batch in (20, 30):
+        make_plan(PlanRequest(micro_batch=5), world_size=2, global_batch=global_batch)
