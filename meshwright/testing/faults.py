@@ -166,6 +166,11 @@ class FaultyTransport:
         self._rank = rank
         self._num_operations = 0
 
+    @property
+    def scratch_bytes(self) -> int:
+        """See `Transport`."""
+        return self._inner.scratch_bytes
+
     def _issue(self, call: Callable[[], Work]) -> Work:
         operation, self._num_operations = self._num_operations, self._num_operations + 1
         if self._rule.applies(self._rank, operation):

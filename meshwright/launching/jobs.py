@@ -1,0 +1,148 @@
+"""The two things that are launched: a run of a configuration, and a user's own script.
+
+Owns the choice between starting workers here and being one already (torchrun, SLURM), and the run folder's
+name. Knows nothing of how workers are kept or of what training does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import EXIT_OK
+from meshwright.launching.local import run_local
+from meshwright.launching.messages import WorkerContext
+from meshwright.training.config import DEFAULT, Resolved, RunConfig
+from meshwright.training.console import Console
+
+if TYPE_CHECKING:
+    from meshwright.comm.mesh import World
+
+
+def launch_config(resolved: Resolved, *, json_output: bool) -> dict[str, Any]:
+    """Train what `resolved` says: on local workers, or in this process if a launcher started it as a worker.
+
+    Args:
+        resolved: the configuration.
+        json_output: write lines for people to standard error.
+
+    Returns:
+        Rank 0's result; an empty dict on the other ranks of torchrun or SLURM.
+
+    Raises:
+        MeshwrightError: see `run_local`, and what training raises.
+    """
+    name = resolved.config.save.dir
+    numbered = resolved.origins["save.dir"] == DEFAULT
+    if is_worker(os.environ):
+        run_dir = name.with_name(f"{name.name}-{job_name(os.environ)}") if numbered else name
+        return _train_here(resolved.config, run_dir, json_output=json_output)
+    processes = resolved.config.plan.processes or max(1, num_gpus(os.environ))
+    run_dir = make_run_dir(name) if numbered else name
+    target = partial(_train, resolved.config, json_output)
+    return run_local(target, processes=processes, run_dir=run_dir)[0]
+
+
+def launch_script(path: Path, *, processes: int, arguments: list[str]) -> int:
+    """Run a Python script as `__main__` on local ranks with torchrun's environment; returns the exit code 0.
+
+    Rank 0 keeps the terminal, the others write to logs in `runs/<script>-NNNN`. Where a launcher has already
+    started this process as a worker, the script runs in it.
+
+    Raises:
+        MeshwrightError: see `run_local`.
+    """
+    target = partial(_run_script, path.resolve(), arguments)
+    if is_worker(os.environ):
+        target(None, None)
+        return EXIT_OK
+    run_dir = make_run_dir(Path("runs") / path.stem)
+    run_local(target, processes=processes, run_dir=run_dir, keep_terminal=True)
+    return EXIT_OK
+
+
+def is_worker(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun or srun started this process as one of several.
+
+    A batch script's own shell has SLURM_PROCID too, but no step.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return True
+    several = int(environment.get("SLURM_NTASKS", "1")) > 1
+    return several and "SLURM_PROCID" in environment and "SLURM_STEP_NODELIST" in environment
+
+
+def job_name(environment: Mapping[str, str]) -> str:
+    """What all workers of one torchrun or SLURM job call it without asking each other; attempts share it."""
+    if "SLURM_JOB_ID" in environment:
+        return f"job{environment['SLURM_JOB_ID']}"
+    run = environment.get("TORCHELASTIC_RUN_ID", "none")
+    named = run if run != "none" else f"port{environment.get('MASTER_PORT', '29500')}"
+    return re.sub(r"[^\w.-]+", "_", named)
+
+
+def make_run_dir(prefix: Path) -> Path:
+    """Create `<prefix>-NNNN` with the next free number."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    pattern = re.compile(re.escape(prefix.name) + r"-(\d{4,})")
+    taken = [int(match[1]) for path in prefix.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+    number = max(taken, default=0) + 1
+    while True:
+        try:
+            path = prefix.with_name(f"{prefix.name}-{number:04d}")
+            path.mkdir()
+        except FileExistsError:
+            number += 1  # another run was faster
+        else:
+            return path
+
+
+def num_gpus(environment: Mapping[str, str]) -> int:
+    """NVIDIA GPUs that workers would see, without asking torch."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    present = sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
+    if visible is None or present == 0:
+        return present
+    return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
+
+
+def _train(config: RunConfig, json_output: bool, world: World, context: WorkerContext) -> dict[str, Any]:
+    """The target of local workers."""
+    descriptor = context.error_fd if json_output else context.output_fd
+    stream = None if descriptor is None else open(descriptor, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+    return _run_worker(config, world, context.run_dir, Console(stream))
+
+
+def _train_here(config: RunConfig, run_dir: Path, *, json_output: bool) -> dict[str, Any]:
+    # Imported here, for they need torch: a launcher must not load it, and only this process is a worker.
+    from meshwright.comm.mesh import current_world
+    from meshwright.launching.worker import enable_dumps
+
+    world = current_world()
+    context = WorkerContext(world.rank, run_dir)
+    enable_dumps(context.files, world.rank)
+    stream = (sys.stderr if json_output else sys.stdout) if world.rank == 0 else None
+    result = _run_worker(config, world, run_dir, Console(stream))
+    return result if world.rank == 0 else {}
+
+
+def _run_worker(config: RunConfig, world: World, run_dir: Path, console: Console) -> dict[str, Any]:
+    # Imported here because it needs torch, which a launcher must not load.
+    from meshwright.training.loop import run_worker
+
+    try:
+        return run_worker(config, world=world, run_dir=run_dir, console=console)
+    finally:
+        console.close()
+
+
+def _run_script(path: Path, arguments: list[str], _world: World | None, _context: object) -> None:
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")

@@ -1,0 +1,141 @@
+"""Which job is started how: worker or launcher, run folders, scripts."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import WorkerError
+from meshwright.launching import jobs, launch_config, launch_script
+from meshwright.training.config import load_config
+
+
+def _run_worker(config, *, world, run_dir, console) -> dict[str, object]:
+    """Stands for the training loop, which has tests of its own."""
+    console.line(f"rank {world.rank} speaks")
+    return {"run_dir": str(run_dir), "world_size": world.size, "seed": config.train.seed}
+
+
+@pytest.fixture
+def loop(monkeypatch) -> None:
+    module = types.ModuleType("meshwright.training.loop")
+    module.run_worker = _run_worker
+    monkeypatch.setitem(sys.modules, "meshwright.training.loop", module)
+
+
+def test_torchruns_worker_runs_here(loop, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a/b"}.items():
+        monkeypatch.setenv(name, value)
+    resolved = load_config(None, ["train.seed=7"])
+    result = launch_config(resolved, json_output=False)
+    assert result == {"run_dir": str(Path("runs/run-a_b")), "world_size": 2, "seed": 7}
+    assert capsys.readouterr().out == "rank 0 speaks\n"
+    launch_config(resolved, json_output=True)
+    assert capsys.readouterr() == ("", "rank 0 speaks\n")
+    monkeypatch.setenv("RANK", "1")
+    assert launch_config(resolved, json_output=False) == {}
+    assert capsys.readouterr().out == ""
+
+
+def test_given_run_folder_is_used_as_it_is(loop, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    resolved = load_config(None, [f"save.dir={tmp_path / 'mine'}"])
+    assert launch_config(resolved, json_output=True)["run_dir"] == str(tmp_path / "mine")
+
+
+def test_local_launch_passes_processes_and_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    calls = []
+    monkeypatch.setattr(jobs, "run_local", lambda target, **given: calls.append(given) or [{"steps": 3}, {}])
+    monkeypatch.setattr(jobs, "num_gpus", lambda environment: 4)
+    assert launch_config(load_config(None), json_output=False) == {"steps": 3}
+    launch_config(load_config(None, ["plan.processes=3"]), json_output=False)
+    folders = [Path("runs/run-0001"), Path("runs/run-0002")]
+    assert [(call["processes"], call["run_dir"]) for call in calls] == [(4, folders[0]), (3, folders[1])]
+    assert all(folder.is_dir() for folder in folders)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, False),  # the batch script's own shell
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, False),
+    ],
+)
+def test_who_is_a_worker(environment: dict[str, str], expected: bool) -> None:
+    assert jobs.is_worker(environment) is expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"SLURM_JOB_ID": "12"}, "job12"),
+        ({"TORCHELASTIC_RUN_ID": "x y"}, "x_y"),
+        ({"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "1234"}, "port1234"),
+    ],
+)
+def test_names_of_jobs(environment: dict[str, str], name: str) -> None:
+    assert jobs.job_name(environment) == name
+
+
+def test_hidden_gpus_do_not_count(tmp_path, monkeypatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    real = Path
+    monkeypatch.setattr(jobs, "Path", lambda text: tmp_path if text == "/dev" else real(text))
+    assert jobs.num_gpus({}) == 2
+    assert jobs.num_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert jobs.num_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
+SCRIPT = """
+import os, sys
+import helper_beside_the_script
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], __name__, *sys.argv[1:], flush=True)
+if "fail" in sys.argv and os.environ["RANK"] == "1":
+    sys.exit(3)
+if "crash" in sys.argv and os.environ["RANK"] == "1":
+    raise ValueError("of the user")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper_beside_the_script.py").touch()
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    return tmp_path / "mine.py"
+
+
+def test_script_runs_as_main_and_rank_0_keeps_the_terminal(script, capfd) -> None:
+    assert launch_script(script, processes=2, arguments=["a", "b"]) == 0
+    assert capfd.readouterr().out == "rank 0 of 2 __main__ a b\n"
+    assert Path("runs/mine-0001/logs/rank1.log").read_text() == "rank 1 of 2 __main__ a b\n"
+
+
+def test_failing_scripts_are_named(script) -> None:
+    with pytest.raises(WorkerError, match=r"^E401 rank 1 exited with code 3"):
+        launch_script(script, processes=2, arguments=["fail"])
+    with pytest.raises(
+        WorkerError, match=r"^E401 rank 1 raised ValueError: of the user\n(.*\n)*.*mine.py"
+    ) as caught:
+        launch_script(script, processes=2, arguments=["crash"])
+    assert "<frozen runpy>" not in caught.value.message
+
+
+def test_script_of_torchruns_worker_runs_here(script) -> None:
+    code = (
+        "import sys; from pathlib import Path; from meshwright.launching import launch_script\n"
+        "raise SystemExit(launch_script(Path('mine.py'), processes=9, arguments=['x']))"
+    )
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "PATH": ""}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "rank 0 of 2 __main__ x\n"), ended.stderr
