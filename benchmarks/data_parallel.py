@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from harness import WORKLOADS, Timing, Workload, launch, race, resident_peak_mb
 
+from meshwright.adapt import linear
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World
 from meshwright.comm.watchdog import Watchdog
@@ -67,6 +68,7 @@ def ours(policy: str, workload: Workload, rank: int, world_size: int) -> Step:
     engine = ShardingEngine(
         workload.model(), policy=find_policy(policy), group=mesh.group("dp"), device=torch.device("cpu")
     )
+    linear.install(engine.model, engine)
     state = TrainState(engine, ShardedOptimizer(OptimizerSpec("adamw", **HYPER), engine.shards))
     batch, loss, writer = workload.batch(rank), loss_of(workload), MetricsWriter(folder, tensorboard=False)
 

@@ -18,9 +18,10 @@ Gradients stay sums; dividing by the global count is the training step's busines
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,7 @@ class ShardingEngine:
         self._make_shards()
         self._used: set[str] = set()
         self._last = True
+        self._in_backward = False
         self._next_bucket = 0
         self._in_flight: list[BucketMemory] = []
         self._gatherer = self._make_gatherer(model) if policy.shards_parameters else None
@@ -193,11 +195,13 @@ class ShardingEngine:
 
     def start_backward(self) -> None:
         """Between forward and backward."""
+        self._in_backward = True
         if self._gatherer is not None:
             self._gatherer.start_backward()
 
     def finish_microbatch(self) -> None:
         """After a backward: reduce what is incomplete, free what is gathered."""
+        self._in_backward = False
         if self._gatherer is not None:
             self._gatherer.finish_backward()
             self._finish_root()
@@ -288,6 +292,25 @@ class ShardingEngine:
         return result
 
     # Gradients.
+
+    def lender(self, parameter: nn.Parameter) -> Callable[[], Tensor | None] | None:
+        """For a trained parameter: a function that lends the memory where its gradient belongs, in backward.
+
+        It returns None where the gradient must not be written in place: a second use in the same micro-batch, or a
+        sum of earlier ones already there.
+        """
+        for memory in self._trained:
+            for position, candidate in enumerate(memory.parameters):
+                if candidate is parameter:
+                    return partial(self._lend, memory, position)
+        return None
+
+    def _lend(self, memory: BucketMemory, position: int) -> Tensor | None:
+        if not self._in_backward:  # e.g. torch.autograd.grad inside the loss: its result is the user's
+            return None
+        if memory.gradients is None:
+            memory.open(self._pools[memory])
+        return memory.lend(position)
 
     @property
     def _reduces_now(self) -> bool:

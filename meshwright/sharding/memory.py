@@ -53,6 +53,7 @@ class BucketMemory:
         gradients: flat full gradients, or None while not open.
         gradient_shard: what the optimizer reads (trained buckets only); a slice of `gradients`, or memory of its own.
         missing: positions of parameters whose gradient has not come in this micro-batch.
+        lent: positions whose view was lent in this micro-batch.
         written: positions whose values in `gradients` are of this step (an open buffer: of this micro-batch).
         sums_in_shard: whether `gradients` is only open during a backward and the sum lives in the shard.
         shard_holds_sum: whether the shard has been written in this step.
@@ -75,6 +76,7 @@ class BucketMemory:
         self.reduction: Handle | None = None
         self.missing: set[int] = set()
         self.written: set[int] = set()
+        self.lent: set[int] = set()
         self.sums_in_shard = False
         self.shard_holds_sum = False
 
@@ -161,6 +163,7 @@ class BucketMemory:
     def start_microbatch(self) -> None:
         """Expect every gradient once more."""
         self.missing = set(range(len(self.parameters)))
+        self.lent.clear()
         if self.sums_in_shard:
             self.written.clear()
 
@@ -185,6 +188,14 @@ class BucketMemory:
         pool.give(self._buffer)
         self.gradients, self.gradient_views = None, []
 
+    def lend(self, position: int) -> Tensor | None:
+        """Where the gradient of a parameter may be computed in place; None once used or already holding a sum."""
+        if position in self.written or position in self.lent:
+            return None
+        self.lent.add(position)
+        # A tensor of its own: autograd takes over a gradient without copying only if nobody else refers to it.
+        return self.gradient_views[position].detach()
+
     def take_gradient(self, position: int) -> bool:
         """Move a parameter's fresh `.grad` into the flat buffer; whether the bucket is complete now."""
         parameter, view = self.parameters[position], self.gradient_views[position]
@@ -193,8 +204,9 @@ class BucketMemory:
         if position in self.written:
             view.add_(grad)
         else:
-            # A copy into place beats zeroing and adding: one pass over memory instead of two.
-            view.copy_(grad)
+            if grad.data_ptr() != view.data_ptr():  # else it was computed in place, in lent memory
+                # A copy into place beats zeroing and adding: one pass over memory instead of two.
+                view.copy_(grad)
             self.written.add(position)
         parameter.grad = None
         self.missing.discard(position)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from meshwright.adapt import linear
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.watchdog import Watchdog
@@ -158,6 +159,7 @@ class Run:
             device=self.device,
             initialiser=self.task.initialiser,
         )
+        linear.install(self.task.model, engine)
         return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards))
 
     def _geometry(self) -> BatchGeometry:

@@ -11,10 +11,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Rows of `factors` such that every pair of values appears; greedy, deterministic."""
     names = list(factors)
     open_pairs = {
-        (a, x, b, y)
-        for a, b in itertools.combinations(names, 2)
-        for x in factors[a]
-        for y in factors[b]
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
     }
     rows = []
     products = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]

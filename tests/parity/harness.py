@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.adapt import linear
 from meshwright.data.index_law import rank_range
 from meshwright.layout.policy import find_policy
 from meshwright.sharding.engine import ShardingEngine
@@ -32,7 +33,9 @@ class Case:
     dtype: str = "float64"
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.policy}-{self.world}ranks-acc{self.accumulate}-{self.optimizer}-{self.dtype}"
+        return (
+            f"{self.model}-{self.policy}-{self.world}ranks-acc{self.accumulate}-{self.optimizer}-{self.dtype}"
+        )
 
     @property
     def spec(self) -> OptimizerSpec:
@@ -50,6 +53,7 @@ def candidate(mesh: Any, case: Case) -> dict[str, Any]:
     # Tiny buckets, so that small models have several.
     policy = find_policy(case.policy, bucket_bytes=4096)
     engine = ShardingEngine(model, policy=policy, group=mesh.group("dp"), device=torch.device("cpu"))
+    linear.install(model, engine)
     state = TrainState(engine, ShardedOptimizer(case.spec, engine.shards))
     losses, norms, gradients = [], [], []
     for step in range(NUM_STEPS):

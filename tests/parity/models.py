@@ -64,7 +64,13 @@ def _plain(model: nn.Module) -> nn.Module:
 def build(name: str, dtype: torch.dtype) -> nn.Module:
     if name == "gpt":
         config = GPTConfig(
-            vocab_size=VOCAB, max_seq_len=SEQ, dim=DIM, num_layers=2, num_heads=3, ffn_dim=53, tied_embedding=True
+            vocab_size=VOCAB,
+            max_seq_len=SEQ,
+            dim=DIM,
+            num_layers=2,
+            num_heads=3,
+            ffn_dim=53,
+            tied_embedding=True,
         )
         return _plain(GPT(config)).to(dtype)
     if name == "llama":

@@ -1,0 +1,1 @@
+"""How an unmodified module's calls are swapped: one ordered, reversible list of adaptations."""

@@ -1,0 +1,82 @@
+"""`nn.Linear` whose weight gradient is computed straight into the engine's flat gradient buffer.
+
+Autograd allocates a fresh tensor for every weight gradient, pays its page faults, and the engine then copies it. Here
+the product writes into the flat buffer itself. Autograd still sees an ordinary gradient: it passes through the
+accumulation node and all hooks, sums with other uses of the same weight, and the engine copies whenever what
+arrives is not the memory it lent. Under torch.compile, autocast or double backward the plain operation runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.sharding.engine import ShardingEngine
+
+# Called in backward; lends the memory where the gradient belongs, or None when it must not be overwritten.
+Lend = Callable[[], Tensor | None]
+
+
+class _LinearInto(torch.autograd.Function):
+    """y = x·wᵀ + b with the weight gradient gᵀ·x written into lent memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lend: Lend) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.lend = lend
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = grads[0] @ weight if needs_x else None
+        rows, inputs = grads[0].reshape(-1, grads[0].shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_bias = rows.sum(0) if needs_bias else None
+        grad_weight = None
+        if needs_weight:
+            # Grad mode is on only under create_graph: an `out=` product cannot be differentiated again.
+            lent = None if torch.is_grad_enabled() else ctx.lend()
+            grad_weight = rows.t() @ inputs if lent is None else torch.mm(rows.t(), inputs, out=lent)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _forward(module: nn.Linear, lend: Lend, x: Tensor) -> Tensor:
+    plain = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    if (
+        plain
+        or not module.weight.requires_grad
+        or not torch.is_grad_enabled()
+        or x.dtype != module.weight.dtype
+    ):
+        return F.linear(x, module.weight, module.bias)
+    return _LinearInto.apply(x, module.weight, module.bias, lend)
+
+
+def install(model: nn.Module, engine: ShardingEngine) -> Callable[[], None]:
+    """Let every plain `nn.Linear` of `model` write its weight gradient into `engine`'s buffers.
+
+    Subclasses and modules whose `forward` was replaced are left alone.
+
+    Returns:
+        A function that undoes it.
+    """
+    adapted = []
+    for module in model.modules():
+        if type(module) is nn.Linear and "forward" not in vars(module):
+            lend = engine.lender(cast(nn.Parameter, module.weight))
+            if lend is not None:
+                # An attribute of the instance; the class keeps its method.
+                vars(module)["forward"] = partial(_forward, module, lend)
+                adapted.append(module)
+
+    def undo() -> None:
+        for module in adapted:
+            del vars(module)["forward"]
+
+    return undo
