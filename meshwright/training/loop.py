@@ -18,7 +18,8 @@ from meshwright.adapt import linear
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.watchdog import Watchdog
-from meshwright.data.batches import Batches, heldout_batches
+from meshwright.data.batches import Batches, MapStyle, heldout_batches
+from meshwright.data.control import LastLabelOnly
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import ConfigError, NumericsError, PlanError
 from meshwright.layout.check import PlanRequest, make_plan
@@ -252,8 +253,12 @@ class Run:
         """Held-out loss over all ranks; None where the task has no held-out data."""
         if self.task.heldout_data is None:
             return None
+        self.progress.eval_loss = self._loss_on(self.task.heldout_data)
+        return self.progress.eval_loss
+
+    def _loss_on(self, dataset: MapStyle) -> float:
         batches = heldout_batches(
-            self.task.heldout_data,
+            dataset,
             self.config.train.eval_samples,
             batch_size=self.plan.micro_batch,
             dp_size=self.group.size,
@@ -261,8 +266,22 @@ class Run:
         )
         dtype = DTYPES[self.plan.precision]
         moved = (cast_batch(batch, dtype, self.device) for batch in batches)
-        self.progress.eval_loss = evaluate(self.state.engine, moved, loss=self.task.loss)
-        return self.progress.eval_loss
+        return evaluate(self.state.engine, moved, loss=self.task.loss)
+
+    def _control(self) -> dict[str, float] | None:
+        """Loss of the last token of held-out sequences, from the context as it is and shuffled."""
+        wanted = self.config.train.control == "shuffled_context" and "sequence" in self.task.shape
+        if not wanted or self.task.heldout_data is None:
+            return None
+        losses = {
+            name: self._loss_on(LastLabelOnly(self.task.heldout_data, shuffled=name == "shuffled"))
+            for name in ("ordered", "shuffled")
+        }
+        self.console.line(
+            f"control last token {losses['ordered']:.4f} from its context, {losses['shuffled']:.4f} from the same "
+            f"tokens shuffled: {losses['shuffled'] - losses['ordered']:+.4f}"
+        )
+        return losses
 
     # What people see.
 
@@ -313,6 +332,7 @@ class Run:
             self.console.status(line)
 
     def _report(self) -> dict[str, Any]:
+        control = self._control()
         peaks = gather_numbers(float(peak_memory_bytes(self.device)), self.group, self.device)
         seconds = median_step_seconds(self.progress.seconds)
         steady = self.progress.seconds[1:] or self.progress.seconds
@@ -326,6 +346,7 @@ class Run:
             "first_loss": self.progress.losses[0],
             "final_loss": self.progress.losses[-1],
             "eval_loss": self.progress.eval_loss,
+            "control_loss": control,
             "tokens_per_second": tokens_a_step * len(steady) / sum(steady),
             "step_seconds_median": seconds,
             "mfu": mfu,

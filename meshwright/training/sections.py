@@ -277,6 +277,8 @@ class TrainConfig(Section):
     """When held-out data is evaluated: "100 steps" (and at the end), "end" or "never"."""
     eval_samples: Annotated[int, Field(ge=1)] = 512
     """Held-out samples of one evaluation, at most."""
+    control: Literal["none", "shuffled_context"] = "none"
+    """At the end, predict each held-out sequence's last token also from a shuffled context (language models)."""
     watchdog: Annotated[float, *_SECONDS] = 300.0
     """A run without progress for this long is ended and the waiting ranks are named."""
 
