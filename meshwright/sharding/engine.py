@@ -317,9 +317,15 @@ class ShardingEngine:
         return self.policy.shards_gradients or self._last
 
     def _take(self, memory: BucketMemory, position: int) -> None:
+        name = memory.bucket.parameters[position].name
+        if memory.reduced:
+            raise RuntimeError(
+                f"parameter {name!r} got a gradient after {memory.bucket.name} was reduced: it is used in several "
+                f"backward passes of one micro-batch. Use checkpoint(..., use_reentrant=False)."
+            )
         if memory.gradients is None:
             memory.open(self._pools[memory])
-        self._used.add(memory.bucket.parameters[position].name)
+        self._used.add(name)
         if memory.take_gradient(position) and self._gatherer is None and self._reduces_now:
             self._reduce_in_order()
 
@@ -346,6 +352,7 @@ class ShardingEngine:
             memory.open(self._pools[memory])  # no parameter of it got a gradient here; a peer may have some
         assert memory.gradients is not None
         memory.zero_unwritten()
+        memory.reduced = True
         cause = f"reduce {memory.bucket.name}"
         if self.policy.last_microbatch == "all_reduce":
             memory.reduction = ops.all_reduce(memory.gradients, self.group, cause=cause)

@@ -74,6 +74,8 @@ class Gatherer:
         self._order: list[GatheredUnit] = []
         self._position = 0
         self._open: GatheredUnit | None = None
+        # Places in the graph, (node or leaf, output number), whose gradient already starts a unit's backward.
+        self._hooked: set[tuple[object, int]] = set()
         self._phase: Phase = "idle"
         self._hooks: list[Any] = []
         for unit in self._blocks:
@@ -95,6 +97,7 @@ class Gatherer:
         """Gather the root and the first block; the root is ready on return."""
         self._phase = "evaluation" if evaluation else "forward"
         self._order = []
+        self._hooked.clear()
         if self._root is not None:
             self._start_gather(self._root)
         if self._expected:
@@ -119,10 +122,13 @@ class Gatherer:
         """Finish and free whatever is left."""
         self._finish_open(None)
         for unit in [*self._blocks, *([self._root] if self._root else [])]:
-            if unit.pending_backward:  # its output took no part in the loss
+            # Its output took no part in the loss, or no hook saw its backward (reentrant checkpoints).
+            if unit.pending_backward or any(memory.unreduced for memory in unit.memories):
                 unit.pending_backward = 0
-                self._finish_unit(unit)
+                if unit is not self._root:
+                    self._finish_unit(unit)
             self._release(unit)
+        self._hooked.clear()
         self._phase = "idle"
 
     def finish_evaluation(self) -> None:
@@ -159,7 +165,7 @@ class Gatherer:
     def _after_forward(self, unit: GatheredUnit, output: object) -> None:
         if self._phase == "backward":
             return
-        tensors = [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        tensors = self._new_tensors(output) if torch.is_grad_enabled() else []
         if tensors:
             unit.pending_backward += 1
             once = _Once(lambda: self._before_backward(unit))
@@ -167,6 +173,16 @@ class Gatherer:
                 tensor.register_hook(once)
         if not self._is_kept(unit):
             self._release(unit)
+
+    def _new_tensors(self, output: object) -> list[Tensor]:
+        """Outputs that no unit made before: one that hands its input on does not end its predecessor."""
+        new = []
+        for tensor in tensors_in(output):
+            place = (tensor if tensor.grad_fn is None else tensor.grad_fn, tensor.output_nr)
+            if tensor.requires_grad and place not in self._hooked:
+                self._hooked.add(place)
+                new.append(tensor)
+        return new
 
     def _is_kept(self, unit: GatheredUnit) -> bool:
         """Without a root, the last block of the forward is the unit that stays."""

@@ -55,6 +55,7 @@ class BucketMemory:
         missing: positions of parameters whose gradient has not come in this micro-batch.
         lent: positions whose view was lent in this micro-batch.
         written: positions whose values in `gradients` are of this step (an open buffer: of this micro-batch).
+        reduced: whether the reduction of this micro-batch has been issued.
         sums_in_shard: whether `gradients` is only open during a backward and the sum lives in the shard.
         shard_holds_sum: whether the shard has been written in this step.
     """
@@ -77,6 +78,7 @@ class BucketMemory:
         self.missing: set[int] = set()
         self.written: set[int] = set()
         self.lent: set[int] = set()
+        self.reduced = False
         self.sums_in_shard = False
         self.shard_holds_sum = False
 
@@ -164,8 +166,14 @@ class BucketMemory:
         """Expect every gradient once more."""
         self.missing = set(range(len(self.parameters)))
         self.lent.clear()
+        self.reduced = False
         if self.sums_in_shard:
             self.written.clear()
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether an open buffer holds gradients of this micro-batch that are not on their way yet."""
+        return self.sums_in_shard and self.gradients is not None and not self.reduced
 
     def open(self, pool: BufferPool) -> None:
         """Give a bucket that keeps only a gradient shard a full buffer for this micro-batch."""
