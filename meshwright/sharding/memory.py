@@ -107,10 +107,11 @@ class BucketMemory:
         self.weights = flat
         for view, parameter in zip(views, self.parameters, strict=True):
             if parameter.is_meta:
-                fresh = nn.Parameter(view, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, fresh)
-            else:
-                parameter.data = view
+                # Not a Parameter made from the view: that would share the version counter of `flat`, and every gather
+                # into it would look to autograd like a change of saved weights.
+                empty = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, empty)
+            parameter.data = view
         if self.transient:
             self.release()
         else:

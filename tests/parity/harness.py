@@ -50,9 +50,18 @@ class Case:
 def candidate(mesh: Any, case: Case) -> dict[str, Any]:
     """What one rank holds after training: losses, norms, and its pieces of gradients and parameters."""
     model = models.build(case.model, case.torch_dtype)
+    values = {name: p.detach().clone().flatten() for name, p in model.named_parameters()}
+    if case.model in ("gpt", "mlp"):  # as the trainer does: built without memory, drawn shard by shard
+        with torch.device("meta"):
+            model = models.skeleton(case.model).to(case.torch_dtype)
     # Tiny buckets, so that small models have several.
-    policy = find_policy(case.policy, bucket_bytes=4096)
-    engine = ShardingEngine(model, policy=policy, group=mesh.group("dp"), device=torch.device("cpu"))
+    engine = ShardingEngine(
+        model,
+        policy=find_policy(case.policy, bucket_bytes=4096),
+        group=mesh.group("dp"),
+        device=torch.device("cpu"),
+        initialiser=lambda name, start, stop, _dtype: values[name][start:stop],
+    )
     linear.install(model, engine)
     state = TrainState(engine, ShardedOptimizer(case.spec, engine.shards))
     losses, norms, gradients = [], [], []

@@ -61,7 +61,8 @@ def _plain(model: nn.Module) -> nn.Module:
     return model
 
 
-def build(name: str, dtype: torch.dtype) -> nn.Module:
+def skeleton(name: str) -> nn.Module:
+    """The model with torch's own values, or without memory under `torch.device("meta")`."""
     if name == "gpt":
         config = GPTConfig(
             vocab_size=VOCAB,
@@ -72,16 +73,19 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
             ffn_dim=53,
             tied_embedding=True,
         )
-        return _plain(GPT(config)).to(dtype)
+        return GPT(config)
     if name == "llama":
-        config = LlamaConfig(
-            vocab_size=VOCAB, max_seq_len=SEQ, dim=DIM, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=37
-        )
-        return _plain(Llama(config)).to(dtype)
+        sizes = {"dim": DIM, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 37}
+        return Llama(LlamaConfig(vocab_size=VOCAB, max_seq_len=SEQ, **sizes))
     if name == "mlp":
-        return _plain(MLP(MLPConfig(input_dim=5, dim=13, num_layers=3, num_classes=4))).to(dtype)
+        return MLP(MLPConfig(input_dim=5, dim=13, num_layers=3, num_classes=4))
     torch.manual_seed(2)
-    return Awkward().to(dtype)
+    return Awkward()
+
+
+def build(name: str, dtype: torch.dtype) -> nn.Module:
+    model = skeleton(name)
+    return (model if name == "awkward" else _plain(model)).to(dtype)
 
 
 def loss_of(name: str) -> Callable[[Any, Any], tuple[Tensor, Any]]:
