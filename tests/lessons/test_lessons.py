@@ -1,0 +1,126 @@
+"""Every lesson runs, fits its size, and prints the figures that a learner should see."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+from meshwright.cli.learn import find_lessons
+from meshwright.lessons import parity
+from meshwright.lessons.pictures import bars, stacked_bytes
+
+PARITY = re.compile(r"✓ (\w+) on (\d) ranks?, accumulate (\d) = 1 process: (\d+) .* worst ([\d.e+-]+)")
+
+
+@pytest.fixture
+def run_lesson(ranks, monkeypatch, capsys):
+    """Run lesson `number` on the suite's warm ranks; returns what it printed."""
+
+    class WarmPool:
+        def run(self, *arguments):
+            return ranks.run(*arguments)
+
+        def close(self):
+            pass
+
+    def run(number: int) -> str:
+        lesson = importlib.import_module(f"meshwright.lessons.{find_lessons()[number].stem}")
+        monkeypatch.setattr(lesson, "RankPool", WarmPool)
+        lesson.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def parities(output: str) -> list[tuple[str, ...]]:
+    found = PARITY.findall(output)
+    assert all(float(worst) < 1e-12 for *_, worst in found)
+    return [(policy, num_ranks, accumulate) for policy, num_ranks, accumulate, *_ in found]
+
+
+@pytest.mark.parametrize("number", find_lessons())
+def test_a_lesson_is_short_and_has_a_title(number):
+    lines = find_lessons()[number].read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 100
+    assert lines[0].startswith('"""')
+    assert lines[0].endswith(".")
+
+
+def test_lesson_0_predicts_what_a_step_costs(run_lesson):
+    output = run_lesson(0)
+    numbers = dict(re.findall(r"^  (\w[\w ]+?) +([\d,]+ +[\d,]+)$", output, re.MULTILINE))
+    predicted, measured = (
+        {k: int(v.replace(",", "").split()[i]) for k, v in numbers.items()} for i in (0, 1)
+    )
+    assert predicted["weights"] == measured["weights"] == 4 * 842_496
+    assert predicted["gradients"] == measured["gradients"] == 4 * 842_496
+    assert predicted["Adam moments"] == measured["Adam moments"] == 8 * 842_496
+    # 4 B S (L (16 D + N + 4) + 2 D + V + 2), written out.
+    assert predicted["activations"] == 4 * 4 * 128 * (4 * (16 * 128 + 4 + 4) + 2 * 128 + 256 + 2)
+    assert 0 < measured["activations"] - predicted["activations"] < 2048  # positions and the loss's scalar
+    assert "predicted 2,919,235,584   executed 2,919,235,584" in output
+    assert "MFU = " in output
+    assert parities(output) == [("ddp", "1", "1")]
+
+
+def test_lesson_4_shows_drift_order_and_accumulation(run_lesson):
+    output = run_lesson(4)
+    distances = [float(d) for d in re.findall(r"^  step \d .* ([\d.]+)$", output, re.MULTILINE)]
+    assert len(distances) == 5
+    assert min(distances) > 0.01
+    assert "[0.0, 0.0, 0.0, 0.0, 0.0]" in output
+    assert "bucket 0 = {3, 2}, bucket 1 = {1, 0}" in output
+    assert (
+        "gradient 3 → gradient 2 → reduce bucket 0 → gradient 1 → gradient 0 → reduce bucket 1 → backward is over"
+        in output
+    )
+    for accumulate in (1, 3):
+        assert f"A = {accumulate}: 2 all-reduces declared, 2 issued" in output
+    assert parities(output) == [("ddp", "4", "3")]
+
+
+def test_lesson_5_splits_memory_by_the_formulas(run_lesson):
+    output = run_lesson(5)
+    table = dict(re.findall(r"^  (ddp|zero\d) +\d+n.* +([\d.]+) / +[\d.]+$", output, re.MULTILINE))
+    n = 842_496 / 2**20
+    assert float(table["ddp"]) == pytest.approx(16 * n, abs=0.01)
+    assert float(table["zero1"]) == pytest.approx(8 * n + 8 * n / 4, abs=0.01)
+    # Stages 2 and 3 keep gradient buffers between steps, too.
+    assert 4 * n + 12 * n / 4 < float(table["zero2"]) < float(table["zero1"])
+    assert 16 * n / 4 < float(table["zero3"]) < float(table["zero2"])
+    sent = dict(re.findall(r"^  (ddp|zero\d) .* ([\d.]+) MiB   \d", output, re.MULTILINE))
+    assert float(sent["ddp"]) == pytest.approx(2 * 3 / 4 * 4 * n, abs=0.01)
+    assert sent["zero1"] == sent["ddp"]
+    assert float(sent["zero2"]) == pytest.approx(3 * 3 / 4 * 4 * n, abs=0.01)
+    assert "18 all-gather  10 reduce-scatter" in output  # A = 2, U = 5: 2 (2U - 1) and 2 U
+    assert parities(output) == [(policy, "4", "2") for policy in ("ddp", "zero1", "zero2", "zero3")]
+
+
+def test_a_lesson_fails_where_ranks_and_one_process_differ(ranks, monkeypatch):
+    alone = parity._train_alone
+
+    def other(num_microbatches):
+        losses, norms, parameters = alone(num_microbatches)
+        parameters["token_embedding.weight"].add_(1e-9)
+        return losses, norms, parameters
+
+    monkeypatch.setattr(parity, "_train_alone", other)
+    with pytest.raises(AssertionError, match="zero1 on 2 ranks differs by"):
+        parity.check_parity(ranks, "zero1", num_ranks=2)
+
+
+def test_bars_are_to_scale():
+    assert bars({"a": 4.0, "bb": 1.0, "c": 0.0}, unit="s").splitlines() == [
+        "  a   " + "█" * 40 + "  4 s",
+        "  bb  " + "█" * 10 + " " * 30 + "  1 s",
+        "  c   " + " " * 40 + "  0 s",
+    ]
+
+
+def test_stacked_bars_are_to_scale():
+    assert stacked_bytes({"a": {"x": 2**20, "y": 3 * 2**20}, "b": {"x": 2**20, "y": 0}}).splitlines() == [
+        "  a  " + "x" * 10 + "y" * 30 + "  4.00 MiB",
+        "  b  " + "x" * 10 + " " * 30 + "  1.00 MiB",
+    ]
