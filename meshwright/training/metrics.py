@@ -69,13 +69,13 @@ class Meter:
         self._world_size = world_size
 
     def utilisation(self, seconds: float, *, causal: bool = False) -> float | None:
-        """MFU of a step of `seconds`: the time that the model's FLOPs take at peak / the step's time.
+        """MFU of a step of `seconds`: time of the model's FLOPs at peak / time of the step.
 
-        Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same number. None where the peak is
-        unknown, and where the result exceeds 1: then the peak is wrong (a CPU's was measured while other
+        Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same. None where the peak or the
+        model's FLOPs are unknown, and where the result exceeds 1: then the peak is wrong (a CPU's was measured while other
         programs ran), and a number would lie.
         """
-        if self._peak is None:
+        if self._peak is None or not self._flops_per_step:
             return None
         flops = self._flops_per_step_causal if causal else self._flops_per_step
         share = flops / (seconds * self._peak.flops_per_second * self._world_size)

@@ -1,7 +1,8 @@
 """What is trained, made from a configuration: a model, a loss and data, on every rank alike.
 
 Our own models are built on the meta device and drawn shard by shard from (seed, parameter name, global index). A
-user's module is built by its own function under one seed on every rank, and the ranks check that they built the same.
+user's module is built by its own function under one seed on every rank, and the ranks check that they built the same;
+built on the meta device, it is reset module by module (`initialise.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from meshwright.presets import ModelPreset, find_model, matmul_flops_per_token
 from meshwright.sharding.memory import Initialiser
 from meshwright.training.config import RunConfig, default_cache_dir
 from meshwright.training.flops import FlopsPerSample, count_flops
+from meshwright.training.initialise import materialise_buffers, reset_initialiser
 from meshwright.training.normaliser import sum_and_count
 from meshwright.training.step import Loss
 
@@ -141,21 +143,40 @@ def _datasets(config: RunConfig, vocab_size: int | None) -> tuple[MapStyle, MapS
 def _user_task(config: RunConfig, place: str) -> Task:
     torch.manual_seed(config.train.seed)
     model, loss, dataset = _call_user(place)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError("E111", f"py:{place} built parameters on the meta device: their values are unknown")
     probe = [dataset[i] for i in range(min(4, len(dataset)))]
     model.to(DTYPES[config.plan.precision])
-    loss = sum_and_count(model, loss, probe)
+    materialise_buffers(model, config.train.seed)
+    initialiser = reset_initialiser(model, config.train.seed)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        loss, flops = _declared_pair(loss, place), FlopsPerSample(0.0, 0.0)
+    else:
+        loss, flops = sum_and_count(model, loss, probe), count_flops(model, loss, probe[:1])
     return Task(
         name=f"py:{place}",
         model=model,
         loss=loss,
         train_data=dataset,
         heldout_data=None,
-        initialiser=None,
-        flops=count_flops(model, loss, probe[:1]),
+        initialiser=initialiser,
+        flops=flops,
         shape={},
     )
+
+
+def _declared_pair(loss: Callable[[Any, Any], Any], place: str) -> Loss:
+    """A model without memory cannot be probed: its loss must return the pair, and is checked at each call."""
+
+    def checked(model: Any, batch: Any) -> tuple[Tensor, Any]:
+        value = loss(model, batch)
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise ConfigError(
+                "E112",
+                f"py:{place} builds its model on the meta device, so a bare scalar loss cannot be tested to be a "
+                f"mean; return (sum, count)",
+            )
+        return value
+
+    return checked
 
 
 def _call_user(place: str) -> tuple[nn.Module, Callable[[Any, Any], Any], Any]:
