@@ -64,11 +64,7 @@ def _loss(model: Any, rank: int, microbatch: int) -> Tensor:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_frozen_parameters(ranks, policy: str) -> None:
     gradients = check_gradients(ranks, _build_frozen, _loss, policy=policy, num_microbatches=2)
-    assert list(gradients) == ["blocks.0.weight", "blocks.0.bias", "blocks.2.weight"] or set(gradients) == {
-        "blocks.0.weight",
-        "blocks.0.bias",
-        "blocks.2.weight",
-    }
+    assert set(gradients) == {"blocks.0.weight", "blocks.0.bias", "blocks.2.weight"}
 
 
 def _hold_frozen(mesh) -> tuple[int, int, set[str]]:
@@ -232,12 +228,6 @@ def test_buffers_stay_and_update(ranks, policy: str) -> None:
         assert held.keys() == expected.keys()
         for name, buffer in expected.items():
             torch.testing.assert_close(held[name], buffer, rtol=1e-12, atol=1e-14)
-
-
-def _meta_buffer(mesh) -> None:
-    with torch.device("meta"):
-        model = Buffered()
-    make_engine(mesh, model.requires_grad_(False), "ddp")
 
 
 def _meta_error(mesh) -> tuple[str, str]:
