@@ -14,6 +14,7 @@ from meshwright.comm.log import CommLog
 from meshwright.comm.watchdog import Watchdog
 from meshwright.errors import ConfigError
 from meshwright.launching import WorkerContext
+from meshwright.launching.worker import enable_dumps
 from meshwright.mesh import MeshSpec
 from meshwright.testing.faults import FAULTS, FaultRule, commit, faulty_group
 
@@ -70,13 +71,13 @@ def unpicklable(_world: meshes.World, _context: WorkerContext) -> object:
     return lambda: None
 
 
-def worker_main(run_dir: str, die_once: str) -> None:
-    """A worker of torchrun or SLURM; rank 1 dies in its first attempt if asked to."""
+def worker_main(run_dir: str, fault: str) -> None:
+    """A worker of torchrun or SLURM; rank 1 has the fault in its first attempt."""
     world = meshes.current_world()
-    rule = None
-    if die_once == "die" and world.attempt == 0:
-        rule = FaultRule("kill", rank=1, operation=5)
-    total = reduce_many(rule, world, WorkerContext(world.rank, Path(run_dir)))
+    context = WorkerContext(world.rank, Path(run_dir))
+    enable_dumps(context.files, world.rank)
+    rule = None if fault == "none" or world.attempt else FaultRule(fault, rank=1, operation=5)
+    total = reduce_many(rule, world, context)
     (Path(run_dir) / f"done{world.rank}").write_text(f"{total:g} of attempt {world.attempt}")
 
 

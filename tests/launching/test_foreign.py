@@ -1,5 +1,6 @@
 """The same worker under torchrun, with an elastic restart, and under SLURM's variables."""
 
+import json
 import os
 import socket
 import subprocess
@@ -26,7 +27,7 @@ def test_torchrun_restarts_after_a_death(tmp_path, assert_session_empty) -> None
         "0.1",
         str(TARGETS),
         str(tmp_path),
-        "die",
+        "kill",
     ]
     environment = {**_clean_environment(), "OMP_NUM_THREADS": "1"}
     agent = subprocess.Popen(
@@ -48,20 +49,36 @@ def _job_with_free_port() -> int:
     raise AssertionError("a hundred ports in a row are taken")
 
 
-def test_slurm_variables_are_enough(tmp_path) -> None:
+def _start_slurm_ranks(run_dir: Path, fault: str) -> list[subprocess.Popen[str]]:
     job = _job_with_free_port()
     workers = []
     for rank in range(2):
-        slurm = {
-            **SLURM,
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_JOB_ID": str(job),
-        }
+        slurm = {**SLURM, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": str(job)}
         environment = {**_clean_environment(), **slurm, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, str(TARGETS), str(tmp_path), "live"]
+        command = [sys.executable, str(TARGETS), str(run_dir), fault]
         workers.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    for rank, worker in enumerate(workers):
+    return workers
+
+
+def test_slurm_variables_are_enough(tmp_path) -> None:
+    for rank, worker in enumerate(_start_slurm_ranks(tmp_path, "none")):
         _, errors = worker.communicate(timeout=60)
         assert worker.returncode == 0, errors
         assert (tmp_path / f"done{rank}").read_text() == "38 of attempt 0"
+
+
+def test_watchdog_needs_no_launcher_of_ours(tmp_path) -> None:
+    waiting, hanging = _start_slurm_ranks(tmp_path, "hang")
+    try:
+        _, errors = waiting.communicate(timeout=60)
+        assert waiting.returncode == 5, errors
+        expected = (
+            "Rank 0 waits in all_reduce #5 (dp, reduce bucket 5); rank 1 never entered it: it is in data"
+        )
+        assert expected in errors
+        assert json.loads((tmp_path / "errors" / "rank0.json").read_text())["culprits"] == [1]
+        assert "in commit" in (tmp_path / "logs" / "rank1.stack").read_text()
+        assert hanging.poll() is None  # asked for its stack, not ended
+    finally:
+        hanging.kill()
+        hanging.communicate()
