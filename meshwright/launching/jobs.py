@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import EXIT_OK
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
-from meshwright.training.config import DEFAULT, Resolved, RunConfig
+from meshwright.training.config import DEFAULT, Resolved, RunConfig, load_config
 from meshwright.training.console import Console
+from meshwright.training.planning import local_world_size, plan_of
 
 if TYPE_CHECKING:
     from meshwright.comm.mesh import World
@@ -43,10 +44,34 @@ def launch_config(resolved: Resolved, *, json_output: bool) -> dict[str, Any]:
     if is_worker(os.environ):
         run_dir = name.with_name(f"{name.name}-{job_name(os.environ)}") if numbered else name
         return _train_here(resolved.config, run_dir, json_output=json_output)
-    processes = resolved.config.plan.processes or max(1, num_gpus(os.environ))
+    processes = local_world_size(resolved.config, num_gpus=num_gpus(os.environ))
+    plan_of(resolved.config, world_size=processes)  # a plan that cannot run starts no process
     run_dir = make_run_dir(name) if numbered else name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "resolved.toml").write_text(resolved.as_toml())
     target = partial(_train, resolved.config, json_output)
     return run_local(target, processes=processes, run_dir=run_dir)[0]
+
+
+def train(source: str | Path | RunConfig, *overrides: str) -> dict[str, Any]:
+    """Train from Python: `meshwright.train("run.toml", "plan.zero=1", "plan.processes=2")`.
+
+    Args:
+        source: a run file, or a configuration.
+        *overrides: texts `a.b=c`, for a run file.
+
+    Returns:
+        The contract's result, as `meshwright train --json` prints it.
+
+    Raises:
+        MeshwrightError: as the command line prints it.
+    """
+    if isinstance(source, RunConfig):
+        values = source.model_dump(mode="json", exclude_unset=True)
+        return launch_config(
+            load_config(None, overrides, built_in=values, built_in_name="RunConfig"), json_output=True
+        )
+    return launch_config(load_config(Path(source), overrides), json_output=True)
 
 
 def launch_script(path: Path, *, processes: int, arguments: list[str]) -> int:

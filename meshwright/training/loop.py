@@ -22,8 +22,6 @@ from meshwright.data.batches import Batches, MapStyle, heldout_batches
 from meshwright.data.control import LastLabelOnly
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import ConfigError, NumericsError, PlanError
-from meshwright.layout.check import PlanRequest, make_plan
-from meshwright.layout.plan import TrainPlan
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training import header
 from meshwright.training.config import RunConfig
@@ -41,6 +39,7 @@ from meshwright.training.metrics import (
 )
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.planning import plan_of
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, evaluate, train_step
 from meshwright.training.task import DTYPES, Task, check_same_model, make_task
@@ -75,21 +74,6 @@ def run_worker(config: RunConfig, *, world: World, run_dir: Path, console: Conso
     finally:
         console.close()
         disconnect()
-
-
-def plan_of(config: RunConfig, world: World) -> TrainPlan:
-    """The plan that the configuration gives on this world."""
-    request = PlanRequest(
-        policy=config.plan.zero,
-        dp=config.plan.dp,
-        micro_batch=config.plan.micro_batch,
-        precision="fp64" if config.plan.precision == "fp64" else "fp32",
-        bucket_bytes=config.plan.bucket_bytes,
-    )
-    source = {"slurm": "SLURM_NTASKS", "environment": "WORLD_SIZE", "single": ""}[world.source]
-    return make_plan(
-        request, world_size=world.size, global_batch=config.train.global_batch, world_source=source
-    )
 
 
 def _device(config: RunConfig, world: World) -> torch.device:
@@ -131,7 +115,8 @@ class Run:
         self.is_first = world.rank == 0
         prepare(seed=config.train.seed, deterministic=config.train.deterministic)
         log.progress("building the model and opening data")
-        self.plan = plan_of(config, world)
+        source = {"slurm": "SLURM_NTASKS", "environment": "WORLD_SIZE", "single": ""}[world.source]
+        self.plan = plan_of(config, world_size=world.size, world_source=source)
         self.mesh = Mesh(self.plan.mesh, world, log=log, device=device)
         self.group = self.mesh.group("dp")
         self.task = make_task(config)

@@ -71,9 +71,9 @@ class Meter:
     def utilisation(self, seconds: float, *, causal: bool = False) -> float | None:
         """MFU of a step of `seconds`: time of the model's FLOPs at peak / time of the step.
 
-        Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same. None where the peak or the
-        model's FLOPs are unknown, and where the result exceeds 1: then the peak is wrong (a CPU's was measured while other
-        programs ran), and a number would lie.
+        Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same. None where the peak or the model's FLOPs
+        are unknown, and where the result exceeds 1: then the peak is wrong (a CPU's was measured while other programs
+        ran), and a number would lie.
         """
         if self._peak is None or not self._flops_per_step:
             return None

@@ -1,0 +1,35 @@
+"""From a configuration to a plan, without torch: the launcher checks it before it starts any process."""
+
+from __future__ import annotations
+
+from meshwright.layout.check import PlanRequest, make_plan
+from meshwright.layout.plan import TrainPlan
+from meshwright.training.config import RunConfig
+
+
+def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> TrainPlan:
+    """The plan that the configuration gives on `world_size` processes.
+
+    Args:
+        config: the run.
+        world_size: number of processes.
+        world_source: the variable it comes from, for the error text.
+
+    Raises:
+        PlanError: E200 or E203.
+    """
+    request = PlanRequest(
+        policy=config.plan.zero,
+        dp=config.plan.dp,
+        micro_batch=config.plan.micro_batch,
+        precision="fp64" if config.plan.precision == "fp64" else "fp32",
+        bucket_bytes=config.plan.bucket_bytes,
+    )
+    return make_plan(
+        request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source
+    )
+
+
+def local_world_size(config: RunConfig, *, num_gpus: int) -> int:
+    """How many local processes a run starts: plan.processes, else plan.dp, else one a GPU, else one."""
+    return config.plan.processes or config.plan.dp or max(1, num_gpus)
