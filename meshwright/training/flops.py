@@ -59,7 +59,7 @@ def _flash_for_cpu(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any
 def count_flops(model: nn.Module, loss: Callable[[Any, Any], Any], samples: Sequence[Any]) -> FlopsPerSample:
     """Count one forward of `loss` over `samples` on a copy of `model`; nothing of the model changes."""
     # torch's registry lacks the kernel that CPUs use for attention and would count zero for it.
-    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_for_cpu}
+    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_for_cpu}
     twin = copy.deepcopy(model).eval()
     dtype = next((p.dtype for p in twin.parameters()), torch.float32)
     batch = cast_batch(default_collate(list(samples)), dtype)

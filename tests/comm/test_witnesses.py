@@ -1,4 +1,4 @@
-"""Three witnesses of what a step sends: declared by formula, issued by the log, observed below torch's calls and on the sockets."""
+"""Witnesses of what a step sends: declared by formula, issued by the log, seen below torch and on the sockets."""
 
 from __future__ import annotations
 
