@@ -32,7 +32,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.bucket import Bucket, Piece, Unit, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
 from meshwright.sharding.gatherer import GatheredUnit, Gatherer
-from meshwright.sharding.memory import BucketMemory, BufferPool, Initialiser
+from meshwright.sharding.memory import BucketMemory, BufferPool, Initialiser, give_memory
 from meshwright.sharding.units import assign_units, find_units, parameter_specs
 
 # Reductions that stay in flight behind the newest backward work: more hides nothing (the next one waits for the
@@ -98,7 +98,7 @@ class ShardingEngine:
         with torch.no_grad():
             for memory in self.memories:
                 memory.allocate(device, initialiser)
-            self._move_rest(model, device)
+            self._move_rest(model, device, initialiser)
         self._trained = [memory for memory in self.memories if memory.bucket.trainable]
         self._make_pools(device)
         self._make_shards()
@@ -114,12 +114,17 @@ class ShardingEngine:
                     lambda _p, memory=memory, position=position: self._take(memory, position)
                 )
 
-    def _move_rest(self, model: nn.Module, device: torch.device) -> None:
+    def _move_rest(self, model: nn.Module, device: torch.device, initialiser: Initialiser | None) -> None:
         """Parameters of no bucket (frozen, not sharded) and buffers go to the device as they are."""
         bucketed = {parameter for memory in self.memories for parameter in memory.parameters}
-        for parameter in model.parameters():
-            if parameter not in bucketed and parameter.device != device:
-                parameter.data = parameter.data.to(device)
+        for name, parameter in model.named_parameters():
+            if parameter in bucketed or parameter.device == device:
+                continue
+            values = parameter.data
+            if values.is_meta:
+                assert initialiser is not None, f"parameter {name} is on the meta device, without values"
+                values = initialiser(name, 0, values.numel(), values.dtype).view(values.shape)
+            give_memory(parameter, values.to(device))
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.is_meta:

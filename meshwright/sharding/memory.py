@@ -106,12 +106,7 @@ class BucketMemory:
             self.weight_shard = flat[self.shard_slice].clone()
         self.weights = flat
         for view, parameter in zip(views, self.parameters, strict=True):
-            if parameter.is_meta:
-                # Not a Parameter made from the view: that would share the version counter of `flat`, and every gather
-                # into it would look to autograd like a change of saved weights.
-                empty = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, empty)
-            parameter.data = view
+            give_memory(parameter, view)
         if self.transient:
             self.release()
         else:
@@ -230,3 +225,13 @@ class BucketMemory:
         """Parameters without gradient on this rank contribute zeros to the reduction."""
         for position in set(range(len(self.parameters))) - self.written:
             self.gradient_views[position].zero_()
+
+
+def give_memory(parameter: nn.Parameter, values: Tensor) -> None:
+    """Make `values` the memory of `parameter`, also of one on the meta device; every reference to it stays valid."""
+    if parameter.is_meta:
+        # Not a Parameter made from `values`: that would share the version counter of the flat buffer, and every
+        # gather into it would look to autograd like a change of saved weights.
+        empty = nn.Parameter(values.new_empty(0), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, empty)
+    parameter.data = values

@@ -199,6 +199,32 @@ def test_a_meta_model_starts_as_a_real_one_bit_by_bit(ranks, policy: str, world:
         torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-7)
 
 
+def _frozen_from_meta(mesh, policy: str) -> Tensor:
+    with torch.device("meta"):
+        model = Frozen()
+
+    def initialiser(name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return torch.arange(start, stop, dtype=dtype).sin()
+
+    engine = ShardingEngine(
+        model, policy=find_policy(policy), group=mesh.group("dp"), device=CPU, initialiser=initialiser
+    )
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in Frozen().parameters()]
+    with engine.evaluation():
+        return model(torch.ones(1, WIDTH))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_frozen_parameters_on_the_meta_device_get_values(ranks, policy: str) -> None:
+    real = Frozen()
+    with torch.no_grad():
+        for parameter in real.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).float().sin().view_as(parameter))
+        expected = real(torch.ones(1, WIDTH))
+    for output in ranks.run(_frozen_from_meta, 2, policy):
+        torch.testing.assert_close(output, expected)
+
+
 class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
