@@ -127,6 +127,12 @@ CATALOGUE = (
         "Without a name both print their lists.",
     ),
     CodeEntry(
+        "E115",
+        "something that data needs is not there",
+        "A package that reads this data is not installed, or the folder for tokenised text cannot be written.",
+        "Install the package that the message names, or set data.cache_dir to a folder you may write to.",
+    ),
+    CodeEntry(
         "E200",
         "the mesh does not have as many ranks as were started",
         "pp x dp x cp x tp must be the number of processes; ep lies inside dp x cp and does not multiply.",
@@ -152,6 +158,12 @@ CATALOGUE = (
         "The model was built on the meta device, and a buffer (not a parameter) of it has a shape only: its values "
         "come from the constructor and cannot be drawn again.",
         "Build the model on a real device, or compute the buffer in forward.",
+    ),
+    CodeEntry(
+        "E207",
+        "no GPU for a process",
+        "NCCL needs a GPU of its own for every local process.",
+        'Start as many processes as there are GPUs, or set plan.transport = "gloo" for CPU processes.',
     ),
     CodeEntry(
         "E401",

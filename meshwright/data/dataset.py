@@ -177,7 +177,7 @@ def open_data(
 
     Raises:
         ConfigError: E108 unknown kind or unusable file, E105 nothing there, E103 id outside the vocabulary,
-            E107 document too long, E114 package or cache folder not available.
+            E107 document too long, E115 package or cache folder not available.
     """
     kind, _, path = spec.partition(":")
     if kind not in _KINDS or (":PATH" in _KINDS[kind]) != bool(path):

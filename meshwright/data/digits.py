@@ -26,13 +26,13 @@ class DigitsDataset(Dataset[dict[str, Tensor]]):
         """Load the images of one split.
 
         Raises:
-            ConfigError: E114 where scikit-learn is not installed.
+            ConfigError: E115 where scikit-learn is not installed.
         """
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise ConfigError(
-                "E114", 'data "digits" needs scikit-learn, which is not installed: pip install scikit-learn'
+                "E115", 'data "digits" needs scikit-learn, which is not installed: pip install scikit-learn'
             ) from error
         pixels, classes = load_digits(return_X_y=True)
         selected = split_indices([str(index) for index in range(len(classes))], split)

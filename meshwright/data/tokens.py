@@ -136,7 +136,7 @@ def cached_documents(
         Token file (uint8) and document ends (int64), as in `TokenCorpus`.
 
     Raises:
-        ConfigError: E114 where the folder cannot be written.
+        ConfigError: E115 where the folder cannot be written.
     """
     tokens_path, ends_path = cache_dir / f"{key}.tokens", cache_dir / f"{key}.ends"
     # The ends are moved into place before the tokens: where the tokens exist, both are complete.
@@ -162,13 +162,13 @@ def _require_writable(cache_dir: Path) -> None:
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            "E114",
+            "E115",
             f"the cache folder {cache_dir} cannot be made ({error.strerror}); "
             "set data.cache_dir to a folder that this user may write",
         ) from error
     if not os.access(cache_dir, os.W_OK | os.X_OK):
         raise ConfigError(
-            "E114",
+            "E115",
             f"the cache folder {cache_dir} is not writable; "
             "set data.cache_dir to a folder that this user may write",
         )

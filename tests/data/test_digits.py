@@ -31,5 +31,5 @@ def test_digits_tell_what_they_are():
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ConfigError, match=r"^E114 .*needs scikit-learn.*pip install scikit-learn"):
+    with pytest.raises(ConfigError, match=r"^E115 .*needs scikit-learn.*pip install scikit-learn"):
         DigitsDataset("train")

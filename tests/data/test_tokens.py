@@ -95,6 +95,6 @@ def test_a_failed_build_leaves_nothing(tmp_path):
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(
-        ConfigError, match=r"^E114 the cache folder .*file/cache cannot be made .*data\.cache_dir"
+        ConfigError, match=r"^E115 the cache folder .*file/cache cannot be made .*data\.cache_dir"
     ):
         cached_documents(tmp_path / "file" / "cache", "key", lambda: [b"a"])
