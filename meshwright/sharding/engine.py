@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from meshwright.comm import ops
 from meshwright.comm.ops import Group
 from meshwright.errors import PlanError
-from meshwright.layout.bucket import Bucket, Piece, Unit, group_by_module, group_by_size
+from meshwright.layout.bucket import Piece, Unit, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
 from meshwright.sharding.gatherer import GatheredUnit, Gatherer
 from meshwright.sharding.memory import BucketMemory, BufferPool, Initialiser, give_memory
@@ -396,8 +396,3 @@ def sum_of_squares(x: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(x[:whole].view(-1, NORM_ROW_NUMEL), dim=1).double()
     tail = torch.linalg.vector_norm(x[whole:].double())
     return rows.square().sum() + tail.square()
-
-
-def buckets_of(units: tuple[Unit, ...]) -> list[Bucket]:
-    """All buckets of all units, in order."""
-    return [bucket for unit in units for bucket in unit.buckets]

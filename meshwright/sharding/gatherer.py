@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -77,19 +77,12 @@ class Gatherer:
         # Places in the graph, (node or leaf, output number), whose gradient already starts a unit's backward.
         self._hooked: set[tuple[object, int]] = set()
         self._phase: Phase = "idle"
-        self._hooks: list[Any] = []
         for unit in self._blocks:
             module = modules[unit.name]
-            before = module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
-            after = module.register_forward_hook(
+            module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
+            module.register_forward_hook(
                 lambda _module, _args, output, unit=unit: self._after_forward(unit, output)
             )
-            self._hooks += [before, after]
-
-    def remove_hooks(self) -> None:
-        """Leave the modules as they were."""
-        for hook in self._hooks:
-            hook.remove()
 
     # Phases of a micro-batch, called by the engine.
 

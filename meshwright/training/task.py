@@ -204,17 +204,23 @@ def _call_user(place: str) -> tuple[nn.Module, Callable[[Any, Any], Any], Any]:
     return model, loss, dataset
 
 
-def check_same_model(model: nn.Module, group: Group) -> None:
+def check_same_model(model: nn.Module, group: Group, *, device: torch.device | None = None) -> None:
     """Raise E113 unless every rank of `group` built bitwise the same parameters and buffers.
 
-    Meta parameters are drawn by a function of their name and index and need no check.
+    Values of meta parameters are drawn by a function of their name and index: only their shapes are compared.
+
+    Args:
+        model: before it is sharded.
+        group: the ranks that must agree.
+        device: where the group's tensors live; None: on the CPU.
     """
     digest = 0
     for name, tensor in _named_tensors(model):
+        digest = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
         if not tensor.is_meta:
-            digest = zlib.crc32(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
+            digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
     value = float(digest & 0xFFFFF)
-    sums = torch.tensor([value, value * value], dtype=torch.float64)
+    sums = torch.tensor([value, value * value], dtype=torch.float64, device=device)
     ops.all_reduce(sums, group, cause="same model").wait()
     total, squares = (int(x) for x in sums.tolist())
     if group.size * squares != total * total:

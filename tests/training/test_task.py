@@ -43,11 +43,16 @@ def test_a_different_model_on_one_rank_is_an_error_on_all(ranks, change: str, od
         assert f"rank {rank}: digest 0x" in text
 
 
-def _check_meta(mesh) -> None:
+def _check_meta(mesh, width_of_rank: list[int]) -> str | None:
     with torch.device("meta"):
-        model = nn.Linear(3 + mesh.rank, 4)  # drawn by name and index later: nothing to compare
-    check_same_model(model, mesh.group("dp"))
+        model = nn.Linear(width_of_rank[mesh.rank], 4)
+    try:
+        check_same_model(model, mesh.group("dp"))
+    except PlanError as error:
+        return error.code
+    return None
 
 
-def test_meta_parameters_need_no_check(ranks) -> None:
-    ranks.run(_check_meta, 2)
+def test_of_meta_parameters_the_shapes_must_agree(ranks) -> None:
+    assert ranks.run(_check_meta, 2, [3, 3]) == [None, None]
+    assert ranks.run(_check_meta, 2, [3, 5]) == ["E113", "E113"]
