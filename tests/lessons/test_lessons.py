@@ -6,6 +6,7 @@ import importlib
 import re
 
 import pytest
+import torch
 
 from meshwright.cli.learn import find_lessons
 from meshwright.lessons import parity
@@ -25,13 +26,17 @@ def run_lesson(ranks, monkeypatch, capsys):
         def close(self):
             pass
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two threads that wait for each other on busy cores spin for seconds
+
     def run(number: int) -> str:
         lesson = importlib.import_module(f"meshwright.lessons.{find_lessons()[number].stem}")
         monkeypatch.setattr(lesson, "RankPool", WarmPool)
         lesson.main()
         return capsys.readouterr().out
 
-    return run
+    yield run
+    torch.set_num_threads(threads)
 
 
 def parities(output: str) -> list[tuple[str, ...]]:
