@@ -8,8 +8,9 @@ Backward is found by hooks on the module's output tensors, not on modules: a ten
 when the backward of the module that made it may start. Autograd executes in reverse order of creation, so units
 start backward in reverse order of use, on every rank alike.
 
-Limits: a unit's weights may only be used inside its module's forward (anything else is an error, since released
-weights have no memory), and every rank must run the same units in the same order (checked once a step).
+Limits: a unit's weights may only be used inside its module's forward (released weights have no memory); what it
+computes must reach the loss through its outputs, not through attributes; and every rank must run the same units in
+the same order (checked once a step).
 """
 
 from __future__ import annotations
@@ -159,6 +160,12 @@ class Gatherer:
         if self._phase == "backward":
             return
         tensors = self._new_tensors(output) if torch.is_grad_enabled() else []
+        if not tensors and torch.is_grad_enabled() and next(tensors_in(output), None) is None:
+            raise RuntimeError(
+                f"module {unit.name!r} returned {type(output).__name__}, in which no tensor is found: its backward "
+                f"could not be seen (zero3). Return tensors, or tuples, lists, dicts or dataclasses of them; or use "
+                f"zero2."
+            )
         if tensors:
             unit.pending_backward += 1
             once = _Once(lambda: self._before_backward(unit))

@@ -217,6 +217,44 @@ def test_a_freed_weight_used_outside_of_its_module_is_an_error(ranks) -> None:
         assert "not allocated" in text or "storage" in text
 
 
+class Box:
+    """An object of which nobody knows that it holds a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class ReturnsBox(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class Unboxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ReturnsBox() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).x
+        return x
+
+
+def _hide(mesh) -> tuple[str, bool]:
+    engine = make_engine(mesh, Unboxing().double(), "zero3")
+    with engine.evaluation():
+        finite = bool(engine.model(_inputs(0, 0)).isfinite().all())  # without a backward it does not matter
+    with pytest.raises(RuntimeError) as caught:
+        accumulate(engine, _loss, mesh.rank)
+    return str(caught.value), finite
+
+
+def test_outputs_without_visible_tensors_are_an_error(ranks) -> None:
+    for text, finite in ranks.run(_hide, 2):
+        assert "module 'blocks.0' returned Box, in which no tensor is found" in text
+        assert finite
+
+
 def _call_outside(mesh) -> str:
     engine = make_engine(mesh, _build_chain("plain"), "zero3")
     with pytest.raises(RuntimeError) as caught:
