@@ -7,6 +7,8 @@ neither clip nor log.
     python benchmarks/data_parallel.py a --rounds 15           race workload a
     python benchmarks/data_parallel.py b --only ddp            one family, where memory does not hold all
     python benchmarks/data_parallel.py b --memory              peak resident memory, one candidate a process pair
+
+DeepSpeed joins where it is installed (pip install --no-deps deepspeed; hjson msgpack ninja py-cpuinfo einops).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from meshwright.mesh import MeshSpec
 from meshwright.models.loss import classification_loss, language_model_loss
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.metrics import MetricsWriter, StepRecord
-from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, parameter_groups
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 
@@ -55,7 +57,9 @@ def loss_of(workload: Workload) -> Any:
     return classification_loss if workload.seq_len == 0 else language_model_loss
 
 
-def ours(policy: str, workload: Workload, rank: int, world_size: int) -> Step:
+def ours(
+    policy: str, workload: Workload, rank: int, world_size: int, bucket_bytes: int | None = None
+) -> Step:
     folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
     log = CommLog(rank, world_size, ring_path(folder / "events", rank))
     Watchdog(log, limit_seconds=300, folder=folder, world_size=world_size).__enter__()
@@ -66,7 +70,10 @@ def ours(policy: str, workload: Workload, rank: int, world_size: int) -> Step:
         device=torch.device("cpu"),
     )
     engine = ShardingEngine(
-        workload.model(), policy=find_policy(policy), group=mesh.group("dp"), device=torch.device("cpu")
+        workload.model(),
+        policy=find_policy(policy, bucket_bytes=bucket_bytes),
+        group=mesh.group("dp"),
+        device=torch.device("cpu"),
     )
     linear.install(engine.model, engine)
     state = TrainState(engine, ShardedOptimizer(OptimizerSpec("adamw", **HYPER), engine.shards))
@@ -91,6 +98,17 @@ def mean_loss(workload: Workload, model: Any, batch: Any) -> torch.Tensor:
     return total / count
 
 
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """Parameter groups as ours: matrices decay, vectors do not."""
+    parameters = list(model.parameters())
+    groups = parameter_groups(OptimizerSpec("adamw", **HYPER), [tuple(p.shape) for p in parameters])
+    return [{"params": [parameters[i] for i in members], "weight_decay": decay} for members, decay in groups]
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups_of(model), fused=True, **HYPER)
+
+
 def torch_ddp(workload: Workload, rank: int, *, sharded: bool) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -98,9 +116,9 @@ def torch_ddp(workload: Workload, rank: int, *, sharded: bool) -> Step:
     # A static graph delays the first reductions past the optimizer wrapper's view of the parameters.
     model = DistributedDataParallel(workload.model(), gradient_as_bucket_view=True, static_graph=not sharded)
     if sharded:
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **HYPER)
+        optimizer: Any = ZeroRedundancyOptimizer(groups_of(model), torch.optim.AdamW, fused=True, **HYPER)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
+        optimizer = adamw(model)
     return torch_step(workload, model, optimizer, rank)
 
 
@@ -117,7 +135,7 @@ def fsdp2(workload: Workload, rank: int, world_size: int) -> Step:
     for i, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
         block.set_modules_to_backward_prefetch(blocks[i - 1 : i] if i else [])
-    return torch_step(workload, model, torch.optim.AdamW(model.parameters(), fused=True, **HYPER), rank)
+    return torch_step(workload, model, adamw(model), rank)
 
 
 def torch_step(workload: Workload, model: Any, optimizer: Any, rank: int) -> Step:
@@ -147,7 +165,7 @@ def deepspeed(stage: int, workload: Workload, rank: int) -> Step:
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0},
     }
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
+    optimizer = adamw(model)
     engine, _, _, _ = package.initialize(model=model, optimizer=optimizer, config=config)
     batch = workload.batch(rank)
 
@@ -162,7 +180,8 @@ def deepspeed(stage: int, workload: Workload, rank: int) -> Step:
 
 def make(name: str, workload: Workload, rank: int, world_size: int) -> Step:
     if name.startswith("meshwright"):
-        return ours(name.split()[1], workload, rank, world_size)
+        _, policy, *bucket_mib = name.split()  # e.g. "meshwright ddp 8" for buckets of 8 MiB
+        return ours(policy, workload, rank, world_size, *(int(mib) << 20 for mib in bucket_mib))
     if name == "fsdp2":
         return fsdp2(workload, rank, world_size)
     if name.startswith("deepspeed"):

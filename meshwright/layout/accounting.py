@@ -15,27 +15,23 @@ Simplification: parameters of no bucket (not trained and not sharded) and activa
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from meshwright.layout.bucket import Bucket, Unit
 from meshwright.layout.policy import ShardingPolicy
 
-Moment = Literal["after step", "after forward", "peak backward", "after accumulation"]
-MOMENTS: tuple[Moment, ...] = ("after step", "after forward", "peak backward", "after accumulation")
 # Tensors of optimizer state as large as the parameter, and bytes of the step count beside them.
 OPTIMIZER_SLOTS = {"adamw": (2, 4), "adam": (2, 4), "sgd": (0, 0), "sgd momentum": (1, 0)}
 
 
 @dataclass(frozen=True)
 class MemoryBytes:
-    """Bytes one rank holds at one moment.
+    """Bytes one rank holds.
 
     Attributes:
-        weights: full flat weights, gathered units included.
+        weights: full flat weights; with zero3 the buffers of gathered units.
         weight_shards: shards of their own (zero3).
         gradients: full flat gradients that stay.
         gradient_shards: shards of their own (zero2, zero3).
@@ -115,49 +111,41 @@ def declared_wire_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, num_mi
     return numel_moved * (shards - 1) // shards
 
 
-def memory_bytes(policy: ShardingPolicy, units: Sequence[Unit], moment: Moment) -> MemoryBytes:
-    """Bytes of weights and gradients that each rank holds at `moment` of a step.
+def memory_bytes(policy: ShardingPolicy, units: Sequence[Unit]) -> MemoryBytes:
+    """Bytes of weights and gradients that each rank holds from its first backward on, at every moment of a step.
 
-    For models that use every unit once, in order, and whose gradients come in reverse order.
+    Buffers of gathered weights and open gradients are kept for reuse, so nothing grows or shrinks inside a step. For
+    models that use every unit once, in order, and whose gradients come in reverse order.
     """
     buckets, trained = _all(units), _trained(units)
     shards = buckets[0].num_shards if buckets else 1
     transient = policy.shards_parameters and shards > 1
     sums_in_shard = policy.shards_gradients and shards > 1
     return MemoryBytes(
-        weights=_gathered_bytes(policy, units, moment) if transient else _nbytes(buckets),
+        weights=_pool_bytes(policy, units, trained_only=False) if transient else _nbytes(buckets),
         weight_shards=_nbytes(buckets) // shards if transient else 0,
         gradients=0 if sums_in_shard else _nbytes(trained),
         gradient_shards=_nbytes(trained) // shards if sums_in_shard else 0,
-        pool=_pool_bytes(policy, units) if sums_in_shard else 0,
+        pool=_pool_bytes(policy, units, trained_only=True) if sums_in_shard else 0,
     )
 
 
-def _gathered_bytes(policy: ShardingPolicy, units: Sequence[Unit], moment: Moment) -> int:
-    if moment in ("after step", "after accumulation"):
-        return 0
-    kept = kept_unit(policy, units)
-    if moment == "after forward":
-        return _nbytes(kept.buckets) if kept else 0
-    root = _nbytes(units[0].buckets) if units[0].is_root else 0
-    blocks = [_nbytes(unit.buckets) for unit in units if not unit.is_root]
-    pairs = [first + second for first, second in itertools.pairwise(blocks)]
-    return root + max(pairs or blocks or [0])
+def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, trained_only: bool) -> int:
+    """Two buffers of the largest block of each kind, and for zero3 one of each root bucket's own size.
 
-
-def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit]) -> int:
-    """Two buffers of the largest block an element type (one fills, one is reduced), one for each root bucket."""
-    own, shared = 0, list[Bucket]()
+    Two: of gradients, one fills while one is reduced; of weights, one is used while the next is gathered.
+    """
+    total, shared = 0, dict[tuple[str, bool], list[int]]()
     for unit in units:
         for bucket in unit.buckets:
-            if bucket.trainable and unit.is_root and policy.shards_parameters:
-                own += bucket.numel * bucket.itemsize
-            elif bucket.trainable:
-                shared.append(bucket)
-    for dtype in {bucket.parameters[0].dtype for bucket in shared}:
-        sizes = [bucket.numel * bucket.itemsize for bucket in shared if bucket.parameters[0].dtype == dtype]
-        own += max(sizes) * min(2, len(sizes))
-    return own
+            if trained_only and not bucket.trainable:
+                continue
+            nbytes = bucket.numel * bucket.itemsize
+            if unit.is_root and policy.shards_parameters:
+                total += nbytes
+            else:
+                shared.setdefault((bucket.parameters[0].dtype, bucket.trainable), []).append(nbytes)
+    return total + sum(max(sizes) * min(2, len(sizes)) for sizes in shared.values())
 
 
 def optimizer_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, optimizer: str, index: int = 0) -> int:

@@ -67,7 +67,8 @@ class ShardingPolicy:
 
 
 _ROWS = (
-    ShardingPolicy("ddp", None, None, "accumulate", "all_reduce", None),
+    # Smaller buckets leave less of the last all-reduce behind the end of the backward (docs/decisions/006).
+    ShardingPolicy("ddp", None, None, "accumulate", "all_reduce", None, bucket_bytes=8 << 20),
     ShardingPolicy("zero1", None, None, "accumulate", "reduce_scatter", "all_gather"),
     ShardingPolicy("zero2", None, None, "reduce_scatter", None, "all_gather"),
     ShardingPolicy("zero3", "all_gather", "free", "reduce_scatter", None, None),

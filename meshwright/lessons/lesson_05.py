@@ -74,7 +74,7 @@ def predict_bytes(name: str, num_ranks: int) -> dict[str, int]:
     """Bytes that rank 0 keeps between steps."""
     policy, units = policy_and_units(name, num_ranks)
     moments = optimizer_bytes(policy, units, optimizer="adamw")
-    return _parts(asdict(memory_bytes(policy, units, "after step")), moments)
+    return _parts(asdict(memory_bytes(policy, units)), moments)
 
 
 def one_step(mesh: Any, name: str) -> tuple[dict[str, int], Counter[str], int]:

@@ -13,7 +13,8 @@ Life of a step, called by `training/step.py`:
     (norm, clip, optimizer on `shards`)
     finish_step                    zero1, zero2: gather the updated weights
 
-Gradients stay sums; dividing by the global count is the training step's business. Knows nothing of optimizers.
+The engine sums gradients over ranks and micro-batches; what they are divided by is the training step's business. It
+knows nothing of optimizers.
 """
 
 from __future__ import annotations
@@ -137,25 +138,13 @@ class ShardingEngine:
                     setattr(module, name, buffer.to(device))  # nn.Module keeps it a (non-)persistent buffer
 
     def _make_pools(self, device: torch.device) -> None:
-        """Pools of open gradient buffers: one an element type for blocks, one of its own for each root bucket."""
-        self._pools: dict[BucketMemory, BufferPool] = {}
-        self.pools: list[BufferPool] = []
-        shared: dict[torch.dtype, list[BucketMemory]] = {}
-        for unit, memories in zip(self.units, self._unit_memories, strict=True):
-            for memory in memories:
-                if not memory.sums_in_shard:
-                    continue
-                if unit.is_root and self.policy.shards_parameters:
-                    self._add_pool([memory], device)
-                else:
-                    shared.setdefault(memory.dtype, []).append(memory)
-        for memories in shared.values():
-            self._add_pool(memories, device)
-
-    def _add_pool(self, memories: list[BucketMemory], device: torch.device) -> None:
-        pool = BufferPool(max(memory.bucket.numel for memory in memories), memories[0].dtype, device)
-        self.pools.append(pool)
-        self._pools.update(dict.fromkeys(memories, pool))
+        """Memory of open gradients and of gathered weights."""
+        by_unit = list(zip(self.units, self._unit_memories, strict=True))
+        own_root = self.policy.shards_parameters
+        summing = [(u, m) for u, memories in by_unit for m in memories if m.sums_in_shard]
+        gathering = [(u, m) for u, memories in by_unit for m in memories if m.transient]
+        self._gradient_pools = _pools(summing, device, own_root=own_root)
+        self._weight_pools = _pools(gathering, device, own_root=own_root)
 
     def _make_shards(self) -> None:
         self.shards: list[ShardParameter] = []
@@ -177,6 +166,7 @@ class ShardingEngine:
             units,
             find_units(model),
             self.group,
+            pools=self._weight_pools,
             keep_last=self.policy.keep_last,
             finish_unit=self._finish_unit,
         )
@@ -222,12 +212,7 @@ class ShardingEngine:
         """After the optimizer: gather updated weights where the policy says so."""
         if self.policy.after_step != "all_gather":
             return
-        handles = [
-            ops.all_gather(
-                memory.weights, memory.weight_shard, self.group, cause=f"gather {memory.bucket.name}"
-            )
-            for memory in self._trained
-        ]
+        handles = [memory.start_update(self.group) for memory in self._trained]
         for handle in handles:
             handle.wait()
 
@@ -274,6 +259,11 @@ class ShardingEngine:
         for memory in self._trained:
             memory.gradient_shard.mul_(factor)
 
+    @property
+    def gathered_units(self) -> list[str]:
+        """zero3: names of the units whose weights are gathered or on their way now."""
+        return self._gatherer.gathered if self._gatherer is not None else []
+
     def storage_bytes(self) -> dict[str, int]:
         """Bytes held by the engine now, counted from the storages themselves.
 
@@ -284,14 +274,16 @@ class ShardingEngine:
             ("weights", "weight_shards", "gradients", "gradient_shards", "pool", "communication"), 0
         )
         for memory in self.memories:
-            result["weights"] += memory.weights.untyped_storage().nbytes()
             if memory.transient:
                 result["weight_shards"] += memory.weight_shard.untyped_storage().nbytes()
+            elif memory.weights is not None:
+                result["weights"] += memory.weights.untyped_storage().nbytes()
             if memory.sums_in_shard:
                 result["gradient_shards"] += memory.gradient_shard.untyped_storage().nbytes()
             elif memory.gradients is not None:
                 result["gradients"] += memory.gradients.untyped_storage().nbytes()
-        result["pool"] = sum(b.untyped_storage().nbytes() for pool in self.pools for b in pool.buffers)
+        result["weights"] += _pool_bytes(self._weight_pools)
+        result["pool"] = _pool_bytes(self._gradient_pools)
         if self.group.transport is not None:
             result["communication"] = self.group.transport.scratch_bytes
         return result
@@ -314,7 +306,7 @@ class ShardingEngine:
         if not self._in_backward:  # e.g. torch.autograd.grad inside the loss: its result is the user's
             return None
         if memory.gradients is None:
-            memory.open(self._pools[memory])
+            memory.open(self._gradient_pools[memory])
         return memory.lend(position)
 
     @property
@@ -329,7 +321,7 @@ class ShardingEngine:
                 f"backward passes of one micro-batch. Use checkpoint(..., use_reentrant=False)."
             )
         if memory.gradients is None:
-            memory.open(self._pools[memory])
+            memory.open(self._gradient_pools[memory])
         self._used.add(name)
         if memory.take_gradient(position) and self._gatherer is None and self._reduces_now:
             self._reduce_in_order()
@@ -354,7 +346,9 @@ class ShardingEngine:
 
     def _reduce(self, memory: BucketMemory) -> None:
         if memory.sums_in_shard and memory.gradients is None:
-            memory.open(self._pools[memory])  # no parameter of it got a gradient here; a peer may have some
+            memory.open(
+                self._gradient_pools[memory]
+            )  # no parameter of it got a gradient here; a peer may have some
         assert memory.gradients is not None
         memory.zero_unwritten()
         memory.reduced = True
@@ -362,8 +356,9 @@ class ShardingEngine:
         if self.policy.last_microbatch == "all_reduce":
             memory.reduction = ops.all_reduce(memory.gradients, self.group, cause=cause)
         else:
-            output = memory.gradients[memory.shard_slice]
-            memory.reduction = ops.reduce_scatter(output, memory.gradients, self.group, cause=cause)
+            memory.reduction = ops.reduce_scatter(
+                memory.reduced_part, memory.gradients, self.group, cause=cause
+            )
         self._in_flight.append(memory)
         if self.policy.shards_optimizer:
             self._drain(REDUCTIONS_IN_FLIGHT)
@@ -375,7 +370,32 @@ class ShardingEngine:
             memory.reduction.wait()
             memory.reduction = None
             if memory.sums_in_shard:
-                memory.close(self._pools[memory])
+                memory.close(self._gradient_pools[memory])
+
+
+def _pools(
+    owners: list[tuple[Unit, BucketMemory]], device: torch.device, *, own_root: bool
+) -> dict[BucketMemory, BufferPool]:
+    """A pool for each (element type, trained or not) that blocks share; with `own_root` one for each root bucket.
+
+    The root is open during the whole backward, so it has a buffer of its size.
+    """
+    shared: dict[tuple[torch.dtype, bool], list[BucketMemory]] = {}
+    pools: dict[BucketMemory, BufferPool] = {}
+    for unit, memory in owners:
+        if unit.is_root and own_root:
+            pools[memory] = BufferPool(memory.bucket.numel, memory.dtype, device)
+        else:
+            shared.setdefault((memory.dtype, memory.bucket.trainable), []).append(memory)
+    for (dtype, _), memories in shared.items():
+        pool = BufferPool(max(memory.bucket.numel for memory in memories), dtype, device)
+        pools |= dict.fromkeys(memories, pool)
+    return pools
+
+
+def _pool_bytes(pools: dict[BucketMemory, BufferPool]) -> int:
+    distinct = {id(pool): pool for pool in pools.values()}
+    return sum(b.untyped_storage().nbytes() for pool in distinct.values() for b in pool.buffers)
 
 
 def plan_units(model: nn.Module, policy: ShardingPolicy, num_shards: int) -> tuple[Unit, ...]:

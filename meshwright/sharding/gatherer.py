@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.comm import ops
 from meshwright.comm.ops import Group, Handle
-from meshwright.sharding.memory import BucketMemory
+from meshwright.sharding.memory import BucketMemory, BufferPool
 
 Phase = Literal["idle", "forward", "backward", "evaluation"]
 
@@ -44,6 +45,17 @@ class GatheredUnit:
     state: Literal["released", "coming", "ready"] = "released"
     handles: list[Handle] = field(default_factory=list)
     pending_backward: int = 0
+    _saving: list[saved_tensors_hooks] = field(default_factory=list)
+
+    def start_saving(self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> None:
+        """From here on, autograd saves through `pack`."""
+        self._saving.append(saved_tensors_hooks(pack, unpack))
+        self._saving[-1].__enter__()
+
+    def stop_saving(self) -> None:
+        """Undo the newest `start_saving`, if any."""
+        if self._saving:
+            self._saving.pop().__exit__()
 
 
 class Gatherer:
@@ -53,6 +65,7 @@ class Gatherer:
         units: the root first where there is one.
         modules: unit name to module, for all but the root.
         group: ranks over which weights are sharded.
+        pools: where each bucket's gathered weights get their memory.
         keep_last: keep one unit from forward to backward.
         finish_unit: called when a unit's backward is certainly over, before the next unit's starts.
     """
@@ -63,10 +76,12 @@ class Gatherer:
         modules: dict[str, nn.Module],
         group: Group,
         *,
+        pools: dict[BucketMemory, BufferPool],
         keep_last: bool,
         finish_unit: Callable[[GatheredUnit], None],
     ) -> None:
         self._group = group
+        self._pools = pools
         self._keep_last = keep_last
         self._finish_unit = finish_unit
         self._root = units[0] if units and not units[0].name else None
@@ -84,6 +99,13 @@ class Gatherer:
             module.register_forward_hook(
                 lambda _module, _args, output, unit=unit: self._after_forward(unit, output)
             )
+            module.register_forward_hook(lambda *_, unit=unit: unit.stop_saving(), always_call=True)
+
+    @property
+    def gathered(self) -> list[str]:
+        """Names of units that are not released."""
+        units = [*([self._root] if self._root else []), *self._blocks]
+        return [unit.name or "root" for unit in units if unit.state != "released"]
 
     # Phases of a micro-batch, called by the engine.
 
@@ -151,6 +173,8 @@ class Gatherer:
         self._wait(unit)
         if self._phase == "backward":  # recomputation: the output hook has gathered, nothing is freed here
             return
+        if torch.is_grad_enabled():
+            unit.start_saving(partial(self._pack, unit), self._unpack)
         self._order.append(unit)
         self._position = len(self._order)
         if self._position < len(self._expected):
@@ -218,31 +242,69 @@ class Gatherer:
     def _start_gather(self, unit: GatheredUnit) -> None:
         if unit.state != "released":
             return
-        for memory in unit.memories:
-            if memory.transient:
-                memory.regrow()
-                unit.handles.append(
-                    ops.all_gather(
-                        memory.weights, memory.weight_shard, self._group, cause=f"gather {memory.bucket.name}"
-                    )
-                )
+        unit.handles = [m.start_gather(self._pools[m], self._group) for m in unit.memories if m.transient]
         unit.state = "coming"
 
     def _wait(self, unit: GatheredUnit) -> None:
+        if unit.state == "ready":
+            return
         self._start_gather(unit)
         for handle in unit.handles:
             handle.wait()
-        unit.handles.clear()
+        for memory in unit.memories:
+            if memory.transient:
+                memory.finish_gather()
         unit.state = "ready"
 
     def _release(self, unit: GatheredUnit) -> None:
         if unit.state == "released":
             return
-        self._wait(unit)  # a gather ahead that nobody used still writes into this memory
+        self._wait(unit)  # a gather ahead that nobody used still writes into its buffer
         for memory in unit.memories:
             if memory.transient:
-                memory.release()
+                memory.release(self._pools[memory])
         unit.state = "released"
+
+    # What autograd saves of weights.
+
+    def _pack(self, unit: GatheredUnit, tensor: Tensor) -> object:
+        for memory in unit.memories:
+            if memory.holds(tensor):
+                place = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                return _SavedWeight(unit, memory, *place)
+        return _SavedTensor(tensor, tensor._version)
+
+    def _unpack(self, saved: object) -> Tensor:
+        if isinstance(saved, _SavedWeight):
+            self._wait(saved.unit)
+            assert saved.memory.weights is not None
+            return saved.memory.weights.as_strided(saved.size, saved.stride, saved.offset)
+        assert isinstance(saved, _SavedTensor)
+        if saved.tensor._version != saved.version:  # torch leaves this check to hooks where there are any
+            raise RuntimeError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was changed in place (version "
+                f"{saved.tensor._version}, saved at {saved.version}); use the operation that is not in place"
+            )
+        return saved.tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _SavedTensor:
+    """A tensor that autograd saved, and its version then."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class _SavedWeight:
+    """A view of a unit's weights that autograd saved: where it lies, not the memory, which is freed meanwhile."""
+
+    unit: GatheredUnit
+    memory: BucketMemory
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class _Once:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.ops import Handle
+from meshwright.comm import ops
+from meshwright.comm.ops import Group, Handle
 from meshwright.layout.bucket import Bucket, ParameterSpec, Piece
 from meshwright.layout.policy import ShardingPolicy
 
@@ -18,8 +19,8 @@ Initialiser = Callable[[str, int, int, torch.dtype], Tensor]
 class BufferPool:
     """Flat buffers that live for a part of a step, kept for reuse: fresh memory costs page faults every step.
 
-    The root's buffer is open during the whole backward; it is never handed to another bucket (sharing it would
-    silently corrupt gradients), because a buffer only returns here once its bucket has closed it.
+    In a model that uses its units in order two buffers alternate; whatever needs more at once gets a fresh one. A
+    buffer returns here only when nobody reads or writes it any more.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -46,8 +47,8 @@ class BucketMemory:
     """The tensors of one bucket on this rank.
 
     Attributes:
-        weights: flat full weights; parameters are views of it. With a sharding of parameters its storage has
-            size 0 while released, so that a use of released weights is an error, never a wrong number.
+        weights: flat full weights; parameters are views of it. Where parameters are sharded, None while released:
+            parameters then keep their shapes without memory, so that a use is an error, never a wrong number.
         weight_shard: what this rank updates: a slice of `weights`, or memory of its own (both exist once
             `allocate` has run).
         gradients: flat full gradients, or None while not open.
@@ -72,6 +73,7 @@ class BucketMemory:
         self.owner_count = bucket.num_shards if policy.shards_optimizer else 1
         self.owner_index = index if policy.shards_optimizer else 0
         self.transient = policy.shards_parameters and bucket.num_shards > 1
+        self.weights: Tensor | None = None
         self.gradients: Tensor | None = None
         self.gradient_views: list[Tensor] = []
         self.reduction: Handle | None = None
@@ -102,15 +104,15 @@ class BucketMemory:
             else:
                 assert initialiser is not None, f"parameter {spec.name} is on the meta device, without values"
                 self._fill(flat, view, spec, initialiser)
+        self._bound: dict[int, list[Tensor]] = {}
         if self.transient:
             self.weight_shard = flat[self.shard_slice].clone()
-        self.weights = flat
+            flat.untyped_storage().resize_(0)
+            self._without_memory = views
+        else:
+            self.weights, self.weight_shard = flat, flat[self.shard_slice]
         for view, parameter in zip(views, self.parameters, strict=True):
             give_memory(parameter, view)
-        if self.transient:
-            self.release()
-        else:
-            self.weight_shard = flat[self.shard_slice]
         if self.bucket.trainable:
             self._allocate_gradients(device)
 
@@ -143,13 +145,38 @@ class BucketMemory:
 
     # Weights of policies that shard parameters.
 
-    def regrow(self) -> None:
-        """Give `weights` its memory back, with unspecified values."""
-        self.weights.untyped_storage().resize_(self.bucket.numel * self.bucket.itemsize)
+    def start_gather(self, pool: BufferPool, group: Group) -> Handle:
+        """Start gathering the weights into a buffer of `pool`; parameters cannot be read before `finish_gather`."""
+        self._gathering = pool.take()
+        whole = self._gathering[: self.bucket.numel]
+        return ops.all_gather(whole, self.weight_shard, group, cause=f"gather {self.bucket.name}")
 
-    def release(self) -> None:
-        """Free the memory of `weights`; parameters keep their shapes and cannot be read."""
-        self.weights.untyped_storage().resize_(0)
+    def finish_gather(self) -> None:
+        """Make the parameters views of the gathered weights."""
+        buffer = self._gathering
+        self.weights = buffer[: self.bucket.numel]
+        if buffer.data_ptr() not in self._bound:  # a pool has few buffers, and making views costs time
+            self._bound[buffer.data_ptr()] = self._views(self.weights)
+        for parameter, view in zip(self.parameters, self._bound[buffer.data_ptr()], strict=True):
+            parameter.data = view
+
+    def release(self, pool: BufferPool) -> None:
+        """Take the memory from the parameters; they keep their shapes and cannot be read."""
+        self.weights = None
+        for parameter, view in zip(self.parameters, self._without_memory, strict=True):
+            parameter.data = view
+        pool.give(self._gathering)
+
+    def start_update(self, group: Group) -> Handle:
+        """Start gathering updated shards into full weights that stay (zero1, zero2)."""
+        assert self.weights is not None
+        return ops.all_gather(self.weights, self.weight_shard, group, cause=f"gather {self.bucket.name}")
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a view of the gathered weights."""
+        if self.weights is None:
+            return False
+        return tensor.untyped_storage().data_ptr() == self.weights.untyped_storage().data_ptr()
 
     # Gradients.
 
@@ -180,14 +207,18 @@ class BucketMemory:
         self.gradients = buffer
         self.gradient_views = self._views(buffer)
 
+    @property
+    def reduced_part(self) -> Tensor:
+        """Where a reduce-scatter puts this rank's part: straight into an empty shard, else beside its sum."""
+        assert self.gradients is not None
+        if self.sums_in_shard and not self.shard_holds_sum:
+            return self.gradient_shard
+        return self.gradients[self.shard_slice]
+
     def close(self, pool: BufferPool) -> None:
         """Add the reduced part of the open buffer to the shard and return the buffer."""
-        assert self.gradients is not None
-        reduced = self.gradients[self.shard_slice]
         if self.shard_holds_sum:
-            self.gradient_shard.add_(reduced)
-        else:
-            self.gradient_shard.copy_(reduced)
+            self.gradient_shard.add_(self.reduced_part)
         self.shard_holds_sum = True
         pool.give(self._buffer)
         self.gradients, self.gradient_views = None, []

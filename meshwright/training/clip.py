@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 # As torch.nn.utils.clip_grad_norm_: a norm of exactly the limit is left alone up to this much.
 _NORM_EPSILON = 1e-6
-
-
-def gradient_norm(norm_squared_of_sums: float, count: float) -> float:
-    """Norm of the normalised gradient, from the squared norm of the summed one and the global count."""
-    return math.sqrt(norm_squared_of_sums) / count
 
 
 def clip_coefficient(norm: float, limit: float | None) -> float:

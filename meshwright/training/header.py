@@ -53,13 +53,12 @@ def optimizer_key(spec: OptimizerSpec) -> str:
 def memory_line(
     engine: ShardingEngine, optimizer: ShardedOptimizer, plan: TrainPlan, spec: OptimizerSpec
 ) -> str:
-    """Predicted / measured bytes of weights, gradients and optimizer on this rank, after a step."""
-    rest = memory_bytes(plan.policy, engine.units, "after step")
-    held = engine.storage_bytes()
+    """Predicted / measured bytes of weights, gradients (open buffers included) and optimizer on this rank."""
+    predicted, held = memory_bytes(plan.policy, engine.units), engine.storage_bytes()
     rows = {
-        "weights": (rest.weights + rest.weight_shards, held["weights"] + held["weight_shards"]),
+        "weights": (predicted.weights + predicted.weight_shards, held["weights"] + held["weight_shards"]),
         "gradients": (
-            rest.gradients + rest.gradient_shards + rest.pool,
+            predicted.gradients + predicted.gradient_shards + predicted.pool,
             held["gradients"] + held["gradient_shards"] + held["pool"],
         ),
         "optimizer": (
@@ -69,9 +68,5 @@ def memory_line(
             optimizer.state_bytes(),
         ),
     }
-    peak = memory_bytes(plan.policy, engine.units, "peak backward")
     parts = [f"{name} {a / _MIB:.2f} / {b / _MIB:.2f}" for name, (a, b) in rows.items()]
-    gathered = peak.weights - rest.weights
-    if gathered:
-        parts.append(f"gathered at peak {gathered / _MIB:.2f}")
     return f"memory a rank, predicted / measured MiB: {' · '.join(parts)}"

@@ -120,7 +120,7 @@ class Run:
         self.mesh = Mesh(self.plan.mesh, world, log=log, device=device)
         self.group = self.mesh.group("dp")
         self.task = make_task(config)
-        check_same_model(self.task.model, self.group)
+        check_same_model(self.task.model, self.group, device=device)
         self.state = self._make_state()
         self.batches = Batches(self.task.train_data, self._geometry(), seed=config.train.seed)
         self.total_steps = self._total_steps(self.task)

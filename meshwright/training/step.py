@@ -1,7 +1,9 @@
 """The training step: the only one, for every layout.
 
-The normaliser law lives here. A loss is a pair (sum, count); backward runs on the sum, and the gradient is divided
-exactly once, by the count over all micro-steps and data ranks, in the same pass that clips it.
+The normaliser law lives here. A loss is a pair (sum, count), and the gradient is that of global sum / global count over
+all micro-steps and data ranks. The global count is only known after the forwards, so backward runs on sum / expected
+count (the last step's, the same number on every rank and mesh), and one pass over the gradient corrects the rest and
+clips; where neither is needed, the pass is left out.
 
 Everything that ranks must agree on travels in one small float64 all-reduce a step: loss sum, count, squared norm,
 the mask of used parameters, and a digest of every collective issued so far. If the digests differ, some ranks ran
@@ -22,7 +24,7 @@ from meshwright.comm import ops
 from meshwright.comm.ops import Group
 from meshwright.errors import NumericsError, WorkerError
 from meshwright.sharding.engine import ShardingEngine
-from meshwright.training.clip import clip_coefficient, gradient_norm
+from meshwright.training.clip import clip_coefficient
 from meshwright.training.state import TrainState
 
 # (model, batch) -> (sum over the batch as a 0-dim tensor, number of things summed)
@@ -38,7 +40,7 @@ class StepResult:
         count: things that the loss counted, e.g. valid tokens.
         grad_norm: norm of the normalised gradient over all logical parameters, before clipping.
         applied: False when the loss or the norm was not finite and the update was left out.
-        scale: factor by which the summed gradient was multiplied: clip coefficient / count.
+        scale: factor by which the accumulated gradient was multiplied: clip coefficient x expected / global count.
     """
 
     loss: float
@@ -87,7 +89,8 @@ def train_step(
         log.progress("data")
         batch = micro_batch(microbatch)
         log.progress("forward and backward")
-        local += _accumulate(engine, loss, batch, last=microbatch == num_microbatches - 1)
+        last = microbatch == num_microbatches - 1
+        local += _accumulate(engine, loss, batch, divisor=state.expected_count, last=last)
     log.progress("step reduction")
     agreed = _agree(engine, local)
     if agreed.count <= 0:
@@ -96,9 +99,10 @@ def train_step(
             f"step {state.step}: the loss counted {agreed.count:g} elements over all ranks; every label is "
             f"ignored. Leave such batches out, or check the labels.",
         )
-    norm = gradient_norm(agreed.norm_squared, agreed.count)
+    correction = state.expected_count / agreed.count
+    norm = math.sqrt(agreed.norm_squared) * correction
     applied = math.isfinite(agreed.loss_sum) and math.isfinite(norm)
-    scale = clip_coefficient(norm, clip_norm) / agreed.count if applied else 0.0
+    scale = clip_coefficient(norm, clip_norm) * correction if applied else 0.0
     if applied:
         log.progress("optimizer")
         engine.scale_gradients(scale)
@@ -106,6 +110,7 @@ def train_step(
         engine.finish_step()
     state.step += 1
     state.tokens += int(agreed.count)
+    state.expected_count = agreed.count
     return StepResult(agreed.loss_sum / agreed.count, int(agreed.count), norm, applied, scale)
 
 
@@ -124,13 +129,13 @@ def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss) -> float:
     return total / count if count else math.nan
 
 
-def _accumulate(engine: ShardingEngine, loss: Loss, batch: Any, *, last: bool) -> Tensor:
+def _accumulate(engine: ShardingEngine, loss: Loss, batch: Any, *, divisor: float, last: bool) -> Tensor:
     """Forward and backward of one micro-batch; returns (sum, count) of this rank."""
     engine.start_microbatch(last=last)
     total, count = loss(engine.model, batch)
     engine.start_backward()
     if total.requires_grad:
-        total.backward()
+        (total / divisor).backward()
     engine.finish_microbatch()
     return torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
 

@@ -6,7 +6,11 @@ import torch
 from meshwright.comm import autograd, ops
 from meshwright.comm.transports import gloo
 
-SMALL, MIDDLE, LARGE = 60, 30_000, 1_200_000  # elements of a float32 tensor: native, broadcast/all-to-all, p2p
+SMALL, MIDDLE, LARGE = (
+    60,
+    30_000,
+    1_200_000,
+)  # elements of a float32 tensor: native, broadcast/all-to-all, p2p
 
 
 def _value(rank: int, numel: int) -> torch.Tensor:
@@ -108,7 +112,12 @@ def _logged(mesh, numel: int) -> dict:
     group = mesh.group("dp")
     ops.reduce_scatter(torch.empty(numel // 2), torch.ones(numel), group, cause="reduce bucket 0").wait()
     event = mesh.log.events()[-1]
-    assert (event.op, event.axis, event.numel, event.cause) == ("reduce_scatter", "dp", numel, "reduce bucket 0")
+    assert (event.op, event.axis, event.numel, event.cause) == (
+        "reduce_scatter",
+        "dp",
+        numel,
+        "reduce bucket 0",
+    )
     assert event.finished >= event.started > 0
     assert event.peers == "0,1"
     return dict(mesh.log.bytes)

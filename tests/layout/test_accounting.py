@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from meshwright.layout.accounting import (
-    MOMENTS,
     declared_calls,
     declared_wire_bytes,
     kept_unit,
@@ -41,7 +40,7 @@ def _units(name: str, shards: int, *, root: bool = True) -> tuple[Unit, ...]:
 )
 def test_sixteen_bytes_a_parameter(name: str, formula, shards: int) -> None:
     policy, units = find_policy(name), _units(name, shards)
-    held = memory_bytes(policy, units, "after step")
+    held = memory_bytes(policy, units)
     for index in range(shards):
         state = optimizer_bytes(policy, units, optimizer="adamw", index=index)
         pieces = [
@@ -50,24 +49,21 @@ def test_sixteen_bytes_a_parameter(name: str, formula, shards: int) -> None:
             for bucket in unit.buckets
             for piece in (bucket.owned(index) if policy.shards_optimizer else bucket.owned(0, 1))
         ]
-        assert held.total - held.pool + state - STEP_BYTES * len(pieces) == formula(shards)
+        gathered = held.weights if policy.shards_parameters and shards > 1 else 0
+        assert held.total - held.pool - gathered + state - STEP_BYTES * len(pieces) == formula(shards)
 
 
 def test_open_buffers() -> None:
-    assert memory_bytes(find_policy("ddp"), _units("ddp", 2), "peak backward").pool == 0
-    assert memory_bytes(find_policy("zero2"), _units("zero2", 2), "peak backward").pool == 2 * 4 * BLOCK
-    assert memory_bytes(find_policy("zero3"), _units("zero3", 2), "after step").pool == 4 * (2 * BLOCK + ROOT)
-    assert memory_bytes(find_policy("zero3"), _units("zero3", 1), "peak backward").pool == 0
+    assert memory_bytes(find_policy("ddp"), _units("ddp", 2)).pool == 0
+    assert memory_bytes(find_policy("zero2"), _units("zero2", 2)).pool == 2 * 4 * BLOCK
+    assert memory_bytes(find_policy("zero3"), _units("zero3", 2)).pool == 4 * (2 * BLOCK + ROOT)
+    assert memory_bytes(find_policy("zero3"), _units("zero3", 1)).pool == 0
 
 
-@pytest.mark.parametrize(
-    ("keep_last", "root", "kept"), [(True, True, ROOT), (True, False, BLOCK), (False, True, 0)]
-)
-def test_gathered_weights_at_each_moment(keep_last: bool, root: bool, kept: int) -> None:
-    policy = dataclasses.replace(find_policy("zero3"), keep_last=keep_last)
-    units = _units("zero3", 4, root=root)
-    weights = [memory_bytes(policy, units, moment).weights for moment in MOMENTS]
-    assert weights == [0, 4 * kept, 4 * (2 * BLOCK + (ROOT if root else 0)), 0]
+@pytest.mark.parametrize("root", [True, False])
+def test_gathered_weights(root: bool) -> None:
+    held = memory_bytes(find_policy("zero3"), _units("zero3", 4, root=root))
+    assert held.weights == 4 * (2 * BLOCK + (ROOT if root else 0))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -274,17 +274,17 @@ def test_a_module_called_outside_of_a_step_is_an_error(ranks) -> None:
 
 def _evaluate(mesh) -> tuple[float, list[int], Tensor]:
     engine = make_engine(mesh, _build_chain("plain"), "zero3")
-    held = [engine.storage_bytes()["weights"]]
+    held = [len(engine.gathered_units)]
     with engine.evaluation():
         output = engine.model(_inputs(0, 0))
-        held.append(engine.storage_bytes()["weights"])
-    held.append(engine.storage_bytes()["weights"])
+        held.append(len(engine.gathered_units))
+    held.append(len(engine.gathered_units))
     with pytest.raises(RuntimeError, match="mat1 and mat2"), engine.evaluation():
         engine.model(torch.ones(1, WIDTH + 1, dtype=torch.float64))
-    held.append(engine.storage_bytes()["weights"])
+    held.append(len(engine.gathered_units))
     batches = [_inputs(mesh.rank, k) for k in range(3)]
     loss = evaluate(engine, batches, loss=lambda model, x: (model(x).square().sum(), len(x)))
-    held.append(engine.storage_bytes()["weights"])
+    held.append(len(engine.gathered_units))
     assert engine.model.training
     return loss, held, output
 
@@ -347,3 +347,86 @@ def test_a_gradient_after_its_reduction_is_an_error(ranks, policy: str) -> None:
 
 def test_the_root_sums_gradients_that_come_in_two_parts(ranks) -> None:
     check_gradients(ranks, _build_two_passes, _loss, policy="zero3", num_microbatches=2)
+
+
+class _AuxiliaryBlock(nn.Module):
+    """Stores a tensor on itself, computed with its weights after its output, that the loss then uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.extra: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x + self.linear(x)
+        self.extra = self.linear(torch.tanh(output)).square().sum()
+        return output
+
+
+class _AuxiliaryNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_AuxiliaryBlock() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _build_auxiliary() -> nn.Module:
+    torch.manual_seed(0)
+    return _AuxiliaryNet().double()
+
+
+def _auxiliary_loss(model: Any, rank: int, microbatch: int) -> Tensor:
+    total = model(_inputs(rank, microbatch)).square().mean()
+    return total + sum(block.extra for block in model.blocks)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_backward_may_enter_a_unit_before_its_output_has_a_gradient(ranks, world: int) -> None:
+    """Weights that are still on their way, or released, are waited for when backward asks for them."""
+    check_gradients(ranks, _build_auxiliary, _auxiliary_loss, policy="zero3", world=world)
+
+
+def _change_in_place(mesh) -> str:
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).sigmoid()
+            z = y * 2
+            y.add_(1)  # sigmoid's backward needs the old value
+            return z
+
+    engine = make_engine(mesh, nn.Sequential(Block(WIDTH, WIDTH), nn.Linear(WIDTH, 1)).double(), "zero3")
+    engine.start_step()
+    engine.start_microbatch(last=True)
+    total = engine.model(_inputs(mesh.rank, 0)).sum()
+    engine.start_backward()
+    with pytest.raises(RuntimeError) as caught:
+        total.backward()
+    return str(caught.value)
+
+
+def test_a_change_in_place_of_what_backward_needs_is_still_an_error(ranks) -> None:
+    for text in ranks.run(_change_in_place, 2):
+        assert "was changed in place" in text
+
+
+def test_reading_weights_on_their_way_is_an_error(ranks) -> None:
+    ranks.run(_peek_ahead, 2)
+
+
+def _peek_ahead(mesh) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)  # starts to gather blocks.1
+            return x @ self.blocks[1].weight
+
+    engine = make_engine(mesh, Net().double(), "zero3")
+    with pytest.raises(RuntimeError, match="not allocated"), engine.evaluation():
+        engine.model(_inputs(mesh.rank, 0))
