@@ -23,8 +23,9 @@ test: $(STAMP)      ## lint, types and all tests (< 8 min on 2 cores)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
-parity: $(STAMP)    ## full products of the parity tests; resumable, table in docs/parity.md
+parity: $(STAMP)    ## full products of the parity and fault tests; resumable, table in docs/parity.md
 	$(BIN)/python -m tests.parity.matrix
+	$(BIN)/python -m pytest -m parity
 
 lint: $(STAMP)
 	$(BIN)/ruff check meshwright tests benchmarks

@@ -8,9 +8,11 @@ Backward is found by hooks on the module's output tensors, not on modules: a ten
 when the backward of the module that made it may start. Autograd executes in reverse order of creation, so units
 start backward in reverse order of use, on every rank alike.
 
-Limits: a unit's weights may only be used inside its module's forward (released weights have no memory); what it
-computes must reach the loss through its outputs, not through attributes; and every rank must run the same units in
-the same order (checked once a step).
+What autograd saves of a unit's weights is their place, not their memory (saved-tensor hooks during the forward):
+whatever part of a unit's backward runs first finds the weights, wherever they are gathered then.
+
+Limits: a unit's weights may only be used inside its module's forward (released weights have no memory), and every
+rank must run the same units in the same order (checked once a step).
 """
 
 from __future__ import annotations
