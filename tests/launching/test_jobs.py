@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import WorkerError
+from meshwright.errors import PlanError, WorkerError
 from meshwright.launching import jobs, launch_config, launch_script
 from meshwright.training.config import load_config
 
@@ -54,10 +54,23 @@ def test_local_launch_passes_processes_and_folder(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(jobs, "run_local", lambda target, **given: calls.append(given) or [{"steps": 3}, {}])
     monkeypatch.setattr(jobs, "num_gpus", lambda environment: 4)
     assert launch_config(load_config(None), json_output=False) == {"steps": 3}
-    launch_config(load_config(None, ["plan.processes=3"]), json_output=False)
-    folders = [Path("runs/run-0001"), Path("runs/run-0002")]
-    assert [(call["processes"], call["run_dir"]) for call in calls] == [(4, folders[0]), (3, folders[1])]
-    assert all(folder.is_dir() for folder in folders)
+    launch_config(load_config(None, ["plan.processes=3", "train.global_batch=33"]), json_output=False)
+    launch_config(load_config(None, ["plan.dp=2"]), json_output=False)
+    folders = [Path(f"runs/run-000{number}") for number in (1, 2, 3)]
+    assert [(call["processes"], call["run_dir"]) for call in calls] == list(
+        zip((4, 3, 2), folders, strict=True)
+    )
+    assert load_config(folders[1] / "resolved.toml").config.train.global_batch == 33
+
+
+def test_a_plan_that_cannot_run_starts_no_process(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "run_local", lambda *_, **__: pytest.fail("processes were started"))
+    with pytest.raises(PlanError, match=r"E203 global_batch 32 ≠ dp 3 .*Nearest: 30 \(k=10\), 33 \(k=11\)"):
+        launch_config(load_config(None, ["plan.processes=3"]), json_output=False)
+    with pytest.raises(PlanError, match=r"E200 .*dp 4 = 4, but 2 processes started.*plan\.dp=2"):
+        launch_config(load_config(None, ["plan.processes=2", "plan.dp=4"]), json_output=False)
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(
