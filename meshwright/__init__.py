@@ -15,8 +15,9 @@ _EXPORTS = {
     "RunConfig": "meshwright.training.config",
     "TrainPlan": "meshwright.layout.plan",
     "train": "meshwright.launching",
+    "verify": "meshwright.launching.verify",
 }
-__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "train"]
+__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -213,6 +213,18 @@ CATALOGUE = (
         "Look at the labels of the named step: all are marked as ignored (-100), e.g. empty or cut documents.",
     ),
     CodeEntry(
+        "E801",
+        "a model that comes out differently when it is built again",
+        "Every rank builds the model by itself. Two builds in one process gave other values, so ranks would too.",
+        "Draw first values from torch's generator only: no time, no counter, no other generator without a seed.",
+    ),
+    CodeEntry(
+        "E802",
+        "a loss that is no function of model and batch",
+        "The same batch on equal models gave two different losses, so no two runs could be compared.",
+        "Take randomness from torch's generator; no time, no global counter, no other generator without a seed.",
+    ),
+    CodeEntry(
         "W101",
         "a setting has no effect",
         "A key was set that the chosen optimizer, schedule or packing never reads.",

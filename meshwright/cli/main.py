@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import config, demo, doctor, explain, learn, train
+from meshwright.cli import config, demo, doctor, explain, learn, train, verify
 from meshwright.cli.output import print_error
 from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, MeshwrightError
 
@@ -43,6 +43,7 @@ def _root(
 # A script's own options, e.g. `--lr 0.1`, pass through; a run file's arguments are checked by their form.
 app.command(name="train", context_settings={"ignore_unknown_options": True})(train.train)
 app.command(name="demo")(demo.demo)
+app.command(name="verify")(verify.verify)
 app.add_typer(config.app, name="config")
 app.command(name="doctor")(doctor.doctor)
 app.command(name="learn")(learn.learn)

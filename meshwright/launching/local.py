@@ -32,7 +32,8 @@ from meshwright.launching.ports import LOOPBACK, choose_port
 if TYPE_CHECKING:
     from meshwright.comm.mesh import World
 
-PRELOAD = ("torch", "torch.distributed", "numpy", "meshwright.launching.worker")
+# The last one is what making any torch optimizer imports: seconds in every worker, or once in the server.
+PRELOAD = ("torch", "torch.distributed", "numpy", "meshwright.launching.worker", "torch._dynamo")
 _POLL_SECONDS = 0.2
 _EXIT_SECONDS = 10.0  # for a worker that has answered to end by itself
 _TERMINATE_SECONDS = 2.0  # between SIGTERM and SIGKILL

@@ -1,0 +1,45 @@
+"""`meshwright verify`: prove that a parallel run computes what one device computes.
+
+Owns the arguments of the verb and its exit code. Knows nothing of what is compared.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.output import print_json, stdout_to_stderr
+from meshwright.cli.train import require_torch
+from meshwright.errors import EXIT_VERIFY_FAILED
+
+
+def verify(
+    source: Annotated[
+        str, typer.Argument(help="run.toml, py:module:function, or a run folder's plan.lock.json.")
+    ],
+    plan: Annotated[str, typer.Option("--plan", help='Keys of the plan, e.g. "zero=2,micro_batch=1".')] = "",
+    processes: Annotated[
+        int | None,
+        typer.Option("-n", "--processes", min=1, help="Candidate ranks (default: the plan's, or 4)."),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option("--precision", help="fp64, or fp32 against its measured rounding.")
+    ] = "fp64",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
+    full: Annotated[bool, typer.Option("--full", help="Keep the sizes of a known architecture.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Compare a parallel run with one device; name the first wrong tensor."""
+    require_torch()
+    from meshwright.launching.verify import SourceOptions, verify_source
+
+    options = SourceOptions(plan=plan, processes=processes, precision=precision, steps=steps, full=full)
+    with stdout_to_stderr(active=json_output):
+        result = verify_source(source, options)
+    if json_output:
+        print_json(result.to_json())
+    else:
+        print(result.table())
+    if not result.ok:
+        raise typer.Exit(EXIT_VERIFY_FAILED)

@@ -1,0 +1,285 @@
+"""Starting a comparison: one process for the reference, then the candidate's ranks, then the judgement here.
+
+Owns the temporary folder, which is kept only where a worker failed and its log is worth reading. The launcher never
+imports torch: workers measure, and `verification/judge.py` needs numbers only. The two runs follow each other, so the
+peak of memory is the larger of them, not their sum.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+import cloudpickle
+
+from meshwright.errors import ConfigError, WorkerError
+from meshwright.launching.local import run_local
+from meshwright.launching.messages import WorkerContext
+from meshwright.layout.plan import TrainPlan
+from meshwright.training.config import Resolved, RunConfig, load_config
+from meshwright.training.planning import local_world_size, plan_of
+from meshwright.verification.cut import cut_overrides, eps_override
+from meshwright.verification.job import Functions, RankReport, Reference, VerifyJob
+from meshwright.verification.judge import judge
+from meshwright.verification.result import VerifyResult
+from meshwright.verification.signatures import Sizes
+
+if TYPE_CHECKING:
+    from meshwright.comm.mesh import World
+    from meshwright.verification.candidate import CandidateRank
+
+DEFAULT_PROCESSES = 4
+DEFAULT_STEPS = 3
+_TENSORS = "reference.bin"
+_DEFAULT_MICRO_BATCH = 2
+_DEFAULT_MICROBATCHES = 2
+
+
+class VerifyOptions(TypedDict, total=False):
+    """What `verify` may be told beside its arguments.
+
+    Keys:
+        steps: optimizer steps to compare, default 3.
+        global_batch: samples of a step; default: 2 a rank in each of 2 micro-steps.
+        precision: `fp64` (default) or `fp32`, for both runs.
+        optimizer: `adamw` (default), `adam` or `sgd`.
+        clip_norm: largest global gradient norm, default 1.0; 0 does not clip. It is lowered so that it acts.
+        seed: of weights and sample order, default 0.
+        inject: commits a fault on every candidate rank before training; see `CandidateRank`.
+    """
+
+    steps: int
+    global_batch: int
+    precision: Literal["fp64", "fp32"]
+    optimizer: Literal["adamw", "adam", "sgd"]
+    clip_norm: float
+    seed: int
+    inject: Callable[[CandidateRank], None]
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What the command line may ask of a comparison.
+
+    Attributes:
+        plan: keys of `plan` as `tp=2,pp=2,zero=1`; they override the source's.
+        processes: candidate ranks; None: the source's, else 4.
+        precision: `fp64` or `fp32`.
+        steps: optimizer steps to compare.
+        full: keep the sizes of a known architecture.
+    """
+
+    plan: str = ""
+    processes: int | None = None
+    precision: str = "fp64"
+    steps: int = DEFAULT_STEPS
+    full: bool = False
+
+
+def verify(
+    build: Callable[[], Any],
+    loss: Callable[[Any, Any], Any],
+    data: Any,
+    *,
+    plan: str = "zero=1",
+    processes: int = DEFAULT_PROCESSES,
+    **options: Unpack[VerifyOptions],
+) -> VerifyResult:
+    """Train a model by `plan` on local processes and on one device alike, and compare all they compute.
+
+    The functions and the data travel to the workers by cloudpickle, so lambdas and local functions work.
+
+    Args:
+        build: () -> nn.Module, the same at each call.
+        loss: (model, batch) -> (sum, count), or a bare scalar that is a mean over samples.
+        data: map-style dataset whose items torch's default collate stacks.
+        plan: keys of the run file's `plan` table: `zero=2,micro_batch=3`.
+        processes: candidate ranks on this machine.
+        **options: see `VerifyOptions`.
+
+    Returns:
+        The result: `.ok`, `.checks`, `.table()`, `.to_json()`.
+
+    Raises:
+        ConfigErrors: unknown plan keys (E101) and those that are not built (E110).
+        PlanError: E200, E203 for a plan that does not fit the processes or the batch.
+        ConfigError: E111, E112, E801, E802 about the model, loss or data.
+        WorkerError: a process died or raised.
+    """
+    config = _config_of_functions(plan, processes, options)
+    steps = options.get("steps", DEFAULT_STEPS)
+    _check_steps(steps)
+    job = VerifyJob(
+        config=config,
+        plan=plan_of(config, world_size=processes),
+        steps=steps,
+        functions=Functions(build, loss, data),
+        inject=options.get("inject"),
+    )
+    return run_job(job, model=f"as build() makes it, {steps} steps")
+
+
+def _config_of_functions(plan: str, processes: int, options: VerifyOptions) -> RunConfig:
+    overrides = [*_plan_overrides(plan), f"plan.processes={processes}"]
+    overrides.append(f"plan.precision={options.get('precision', 'fp64')}")
+    overrides.append(f"train.optimizer.name={options.get('optimizer', 'adamw')}")
+    overrides.append(f"train.clip_norm={float(options.get('clip_norm', 1.0))}")
+    overrides.append(f"train.seed={options.get('seed', 0)}")
+    config = load_config(None, overrides).config
+    micro = config.plan.micro_batch or _DEFAULT_MICRO_BATCH
+    batch = options.get("global_batch", processes * micro * _DEFAULT_MICROBATCHES)
+    overrides.append(f"train.global_batch={batch}")
+    if config.plan.micro_batch is None and "global_batch" not in options:
+        overrides.append(f"plan.micro_batch={micro}")
+    return load_config(None, [*overrides, *eps_override(config)]).config
+
+
+def verify_source(source: str, options: SourceOptions) -> VerifyResult:
+    """Compare what a run file, a `plan.lock.json` or a `py:module:function` describes.
+
+    Args:
+        source: `run.toml`, `py:module:function`, or the `plan.lock.json` of a run folder.
+        options: see `SourceOptions`.
+
+    Raises:
+        MeshwrightError: as `verify`; E100 for a source that cannot be read.
+    """
+    _check_steps(options.steps)
+    path, overrides = _read_source(source)
+    overrides += [*_plan_overrides(options.plan), f"plan.precision={options.precision}"]
+    first = load_config(path, overrides)
+    processes = options.processes or _processes_of(first.config)
+    overrides.append(f"plan.processes={processes}")
+    cut = [] if options.full else cut_overrides(first.config, processes=processes)
+    if path is None and not cut:
+        cut = [f"train.global_batch={processes * _DEFAULT_MICRO_BATCH * _DEFAULT_MICROBATCHES}"]
+        cut += [f"plan.micro_batch={_DEFAULT_MICRO_BATCH}"] if first.config.plan.micro_batch is None else []
+    resolved = load_config(path, [*overrides, *cut, *eps_override(first.config)])
+    return verify_config(resolved, processes=processes, steps=options.steps, is_cut=bool(cut))
+
+
+def verify_config(resolved: Resolved, *, processes: int, steps: int, is_cut: bool) -> VerifyResult:
+    """Compare the run that `resolved` describes, as it stands; `is_cut` is only said in the result."""
+    config = resolved.config
+    plan = plan_of(config, world_size=processes)
+    name = config.model.source.removeprefix("preset:")
+    if not config.model.source.startswith("preset:"):
+        model = f"{name}, as its function makes it, {steps} steps"
+    elif is_cut:
+        model = f"{name}, depth, width and vocab cut, same code path, {steps} steps   (--full: real size)"
+    else:
+        model = f"{name}, real size, {steps} steps"
+    return run_job(VerifyJob(config=config, plan=plan, steps=steps), model=model)
+
+
+def run_job(job: VerifyJob, *, model: str) -> VerifyResult:
+    """Run the reference and the candidate of `job` on local processes and judge.
+
+    Args:
+        job: what to compare.
+        model: words for the result.
+    """
+    started = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
+    try:
+        call = cloudpickle.dumps(job)
+        target = partial(_reference, call, folder / _TENSORS)
+        reference: Reference = run_local(target, processes=1, run_dir=folder / "reference")[0]
+        world_size = job.plan.mesh.world_size
+        ranks: list[RankReport] = run_local(
+            partial(_candidate, call, reference, folder / _TENSORS),
+            processes=world_size,
+            run_dir=folder / "candidate",
+        )
+    except WorkerError:
+        (folder / _TENSORS).unlink(missing_ok=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    precision = {"fp64": "float64", "fp32": "float32"}[job.plan.precision]
+    sizes = Sizes(job.plan.mesh.dp, job.plan.num_microbatches, job.steps, job.plan.policy.name)
+    return VerifyResult(
+        checks=judge(reference, ranks, sizes),
+        reference=f"one process, {precision}",
+        candidate=f"{job.plan.describe()} on {world_size} CPU processes (gloo)",
+        model=model,
+        seconds=time.perf_counter() - started,
+        peak_memory_bytes={
+            "reference": reference.peak_memory_bytes,
+            "candidate": sum(report.peak_memory_bytes for report in ranks),
+        },
+    )
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 1:
+        raise ConfigError("E109", f"steps = {steps}: at least 1 step is compared, e.g. {DEFAULT_STEPS}")
+
+
+def _plan_overrides(plan: str) -> list[str]:
+    return [f"plan.{part.strip()}" for part in plan.split(",") if part.strip()]
+
+
+def _read_source(source: str) -> tuple[Path | None, list[str]]:
+    """The run file of a source and the overrides that it stands for."""
+    if source.startswith("py:"):
+        return None, [f"model.source={source}"]
+    path = Path(source)
+    if path.suffix == ".toml":
+        return path, []
+    if path.suffix != ".json":
+        raise ConfigError(
+            "E100",
+            f"{source!r} is neither a run file (.toml), py:module:function, nor the plan.lock.json of a run folder",
+        )
+    return path.with_name("resolved.toml"), _lock_overrides(path)
+
+
+def _lock_overrides(path: Path) -> list[str]:
+    """The plan of a lock file as overrides; the model and the data are those of `resolved.toml` beside it."""
+    try:
+        plan = TrainPlan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("E100", f"cannot read {str(path)!r} as a plan: {error}") from error
+    beside = path.with_name("resolved.toml")
+    if not beside.is_file():
+        raise ConfigError(
+            "E100",
+            f"{str(path)!r} names no model; it is read from {str(beside)!r}, which is missing. Give the "
+            f"plan.lock.json of a run folder, or the run file with --plan.",
+        )
+    zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[plan.policy.name]
+    sizes = [f"plan.dp={plan.mesh.dp}", f"plan.processes={plan.mesh.dp}", f"plan.zero={zero}"]
+    return [*sizes, f"plan.micro_batch={plan.micro_batch}", f"train.global_batch={plan.global_batch}"]
+
+
+def _processes_of(config: RunConfig) -> int:
+    given = config.plan.processes or config.plan.dp
+    return local_world_size(config, num_gpus=0) if given else DEFAULT_PROCESSES
+
+
+def _reference(call: bytes, path: Path, _world: World, _context: WorkerContext) -> Reference:
+    """The target of the one worker that runs the reference."""
+    # Imported here because it needs torch, which a launcher must not load.
+    from meshwright.verification.reference import run_reference
+
+    return run_reference(pickle.loads(call), path)
+
+
+def _candidate(
+    call: bytes, reference: Reference, path: Path, world: World, context: WorkerContext
+) -> RankReport:
+    """The target of the candidate's workers."""
+    # Imported here because it needs torch, which a launcher must not load.
+    from meshwright.verification.candidate import run_candidate
+
+    return run_candidate(pickle.loads(call), reference, path, world=world, run_dir=context.run_dir)

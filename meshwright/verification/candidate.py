@@ -1,0 +1,286 @@
+"""One rank of the run under test: the product's own path, and its pieces measured against the reference.
+
+Owns the order of what is done: build, shard, adapt, inject, train, measure. Each rank compares what it holds, its
+boxes of parameters and its samples of activations, with the reference's file; only numbers leave the rank, and nothing
+is gathered. Must not judge. Runs on CPU processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.adapt import linear
+from meshwright.comm.log import CommLog, ring_path
+from meshwright.comm.mesh import Mesh, World, connect, disconnect
+from meshwright.comm.ops import Group
+from meshwright.comm.watchdog import Watchdog
+from meshwright.data.batches import Batches
+from meshwright.data.index_law import BatchGeometry
+from meshwright.layout.accounting import declared_calls
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.clip import clip_coefficient
+from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.state import TrainState
+from meshwright.training.step import Loss, StepResult, train_step
+from meshwright.training.task import DTYPES, Task, check_same_model
+from meshwright.training.tree import cast_batch
+from meshwright.verification.job import RankReport, Reference, Samples, VerifyJob
+from meshwright.verification.observe import ModuleObserver
+from meshwright.verification.store import Comparer
+from meshwright.verification.subject import WatchedData, make_subject, peak_memory, tensor_digest
+from meshwright.verification.tensors import Key
+
+_WATCHDOG_SECONDS = 120.0
+
+
+@dataclass
+class CandidateRank:
+    """What a rank trains with; `inject` gets it before training and may change anything in it.
+
+    A fault is committed by patching: a method of `engine`, `state.optimizer` or `batches` (an attribute of the
+    instance shadows the class), the memory of a parameter, or by giving `loss` another value. Everything that is
+    compared is read through these objects by code that a fault does not reach.
+
+    Attributes:
+        rank: global rank.
+        engine: the sharded model; `engine.model`, `engine.group`, `engine.shards`, `engine.memories`.
+        state: step counter and optimizer.
+        batches: this rank's samples by step and micro-step.
+        loss: (model, batch) -> (sum, count).
+        num_microbatches: micro-steps of a step; a fault may lower it on every rank.
+    """
+
+    rank: int
+    engine: ShardingEngine
+    state: TrainState
+    batches: Batches
+    loss: Loss
+    num_microbatches: int
+
+
+def run_candidate(
+    job: VerifyJob, reference: Reference, path: Path, *, world: World, run_dir: Path
+) -> RankReport:
+    """Train as one rank of `world` and measure against the reference in the file `path`.
+
+    Raises:
+        MeshwrightError: as training raises.
+    """
+    device = torch.device("cpu")
+    log = CommLog(world.rank, world.size, ring_path(run_dir / "events", world.rank))
+    connect(world, device=device, timeout_seconds=2 * _WATCHDOG_SECONDS)
+    try:
+        with Watchdog(log, limit_seconds=_WATCHDOG_SECONDS, folder=run_dir, world_size=world.size):
+            group = Mesh(job.plan.mesh, world, log=log, device=device).group("dp")
+            return _Candidate(job, reference, path, group=group).run()
+    finally:
+        disconnect()
+
+
+def build_rank(job: VerifyJob, task: Task, group: Group) -> CandidateRank:
+    """The product path from a task to a state that can be trained."""
+    plan, chosen = job.plan, job.config.train.optimizer
+    check_same_model(task.model, group)
+    engine = ShardingEngine(
+        task.model,
+        policy=plan.policy,
+        group=group,
+        device=torch.device("cpu"),
+        initialiser=task.initialiser,
+    )
+    linear.install(task.model, engine)
+    spec = OptimizerSpec(
+        chosen.name, chosen.lr, chosen.weight_decay, chosen.betas, chosen.eps, chosen.momentum
+    )
+    geometry = BatchGeometry(
+        global_batch=plan.global_batch,
+        num_microbatches=plan.num_microbatches,
+        dp_size=group.size,
+        dp_rank=group.index,
+    )
+    return CandidateRank(
+        rank=group.ranks[group.index],
+        engine=engine,
+        state=TrainState(engine, ShardedOptimizer(spec, engine.shards)),
+        batches=Batches(task.train_data, geometry, seed=job.config.train.seed),
+        loss=task.loss,
+        num_microbatches=plan.num_microbatches,
+    )
+
+
+class _Candidate:
+    """Trains one rank and collects its report."""
+
+    def __init__(self, job: VerifyJob, reference: Reference, path: Path, *, group: Group) -> None:
+        self._job = job
+        self._reference = reference
+        self._group = group
+        task = make_subject(job)
+        self._names = dict(task.model.named_parameters())
+        self._data = WatchedData(task.train_data)
+        self._rank = build_rank(job, task, group)
+        self._rank.batches.dataset = self._data
+        self._rank.engine.model.train()
+        self._observer = ModuleObserver(self._rank.engine.model)
+        self._comparer = Comparer(
+            path, reference.recorded, tolerances=dict(reference.tolerances), rank=self._rank.rank
+        )
+        self._samples: dict[tuple[int, int], Samples] = {}
+        self._digests: dict[Key, int] = {}
+        self._issued: list[dict[str, int]] = []
+        self._microbatch = 0
+        if job.inject is not None:
+            job.inject(self._rank)
+
+    def run(self) -> RankReport:
+        """Train all steps, or up to one that is not finite."""
+        self._compare_parameters(0)
+        for step in range(1, self._job.steps + 1):
+            result = self._step(step)
+            if not result.applied:
+                break
+            self._compare_gradients(step, result)
+            self._digest_replicas(step)
+        else:
+            self._compare_end()
+        return RankReport(
+            rank=self._rank.rank,
+            stats=tuple(self._comparer.stats),
+            samples=self._samples,
+            digests=self._digests,
+            issued=tuple(self._issued),
+            declared=self._declared(),
+            broken_ties=tuple(names for names in self._reference.ties if not self._is_tied(names)),
+            peak_memory_bytes=peak_memory(),
+        )
+
+    def _step(self, step: int) -> StepResult:
+        log = self._group.log
+        log.reset_counters()
+        result = train_step(
+            self._rank.state,
+            lambda microbatch: self._micro_batch(step, microbatch),
+            loss=self._observed_loss,
+            num_microbatches=self._rank.num_microbatches,
+            lr=self._job.config.train.optimizer.lr,
+            clip_norm=self._reference.clip_norm,
+        )
+        self._issued.append({op: count for (op, _axis), count in log.calls.items()})
+        for check, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
+            scalar = torch.tensor(value, dtype=torch.float64)
+            self._comparer.compare((check, step, -1, check), scalar)
+            self._digests[check, step, -1, check] = tensor_digest(scalar)
+        return result
+
+    def _micro_batch(self, step: int, microbatch: int) -> Any:
+        self._step_number, self._microbatch = step, microbatch
+        self._data.take()
+        batch = self._rank.batches.micro_batch(step - 1, microbatch)
+        self._samples[step, microbatch] = self._data.take()
+        return cast_batch(batch, DTYPES[self._job.plan.precision])
+
+    def _observed_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        with self._observer.forward(self._compare_activation):
+            return self._rank.loss(model, batch)
+
+    def _compare_activation(self, name: str, tensor: Tensor) -> None:
+        key = ("activations", self._step_number, self._microbatch, name)
+        item = self._comparer.knows(key)
+        if item is None:  # in it samples have no rows of their own
+            return
+        start = 0
+        if item.batch_dim is not None:
+            geometry = self._rank.batches.geometry
+            part = geometry.rank_range(self._step_number - 1, self._microbatch)
+            micro_size = geometry.global_batch // geometry.num_microbatches
+            start = part.start % micro_size * item.rows_per_sample
+            if tensor.shape[item.batch_dim] != len(part) * item.rows_per_sample:
+                self._comparer.report(key, f"shape {tuple(tensor.shape)} for {len(part)} samples")
+                return
+        self._comparer.compare(key, tensor, start=start)
+
+    def _compare_gradients(self, step: int, result: StepResult) -> None:
+        """Gradients before clipping: what the shards hold was multiplied by the clip coefficient."""
+        divisor = clip_coefficient(result.grad_norm, self._reference.clip_norm)
+        for shard in self._rank.engine.shards:
+            key = ("gradients", step, -1, shard.name)
+            has_gradient = shard.parameter.grad is not None
+            if has_gradient == (self._comparer.knows(key) is None):
+                whose = "the candidate" if has_gradient else "the reference"
+                self._comparer.report(key, f"only {whose} has a gradient")
+            elif has_gradient:
+                self._comparer.compare(key, shard.gradient, start=shard.piece.start, divisor=divisor)
+
+    def _compare_end(self) -> None:
+        last = self._job.steps
+        self._compare_parameters(last)
+        optimizer = self._rank.state.optimizer.torch_optimizer
+        states = {} if optimizer is None else optimizer.state  # a rank may own nothing
+        for shard in self._rank.engine.shards:
+            for state, value in states.get(shard.parameter, {}).items():
+                if isinstance(value, Tensor):
+                    key = ("optimizer", last, -1, f"{shard.name} {state}")
+                    self._comparer.compare(key, value, start=shard.piece.start if value.dim() else 0)
+                    if self._is_replicated:
+                        self._digests[key] = tensor_digest(value)
+        for name, buffer in self._rank.engine.model.named_buffers():
+            self._comparer.compare(("buffers", last, -1, name), buffer)
+
+    def _compare_parameters(self, step: int) -> None:
+        for name, start, piece in self._parameter_pieces():
+            self._comparer.compare(("parameters", step, -1, name), piece, start=start)
+
+    def _parameter_pieces(self) -> Iterator[tuple[str, int, Tensor]]:
+        """(name, first flat element, values) of everything this rank owns, frozen parameters included."""
+        engine = self._rank.engine
+        bucketed = set()
+        for memory in engine.memories:
+            bucketed.update(memory.parameters)
+            for piece in memory.pieces():
+                yield (
+                    piece.name,
+                    piece.start,
+                    memory.weight_shard[piece.offset : piece.offset + piece.stop - piece.start],
+                )
+        for name, parameter in self._names.items():
+            if parameter not in bucketed:
+                yield name, 0, parameter
+
+    @property
+    def _is_replicated(self) -> bool:
+        """Whether ranks hold whole gradients and optimizer state, each its own copy."""
+        return not self._job.plan.policy.shards_optimizer
+
+    def _digest_replicas(self, step: int) -> None:
+        """Checksums of what every rank holds whole after a step."""
+        engine = self._rank.engine
+        sharded = {p for memory in engine.memories if memory.transient for p in memory.parameters}
+        for name, parameter in self._names.items():
+            if parameter not in sharded:
+                self._digests["parameters", step, -1, name] = tensor_digest(parameter)
+        for name, buffer in engine.model.named_buffers():
+            self._digests["buffers", step, -1, name] = tensor_digest(buffer)
+        if self._is_replicated:
+            for shard in engine.shards:
+                self._digests["gradients", step, -1, shard.name] = tensor_digest(shard.gradient)
+
+    def _declared(self) -> dict[str, int] | None:
+        """Collectives of one step as the policy's formula has them, with the one small reduction."""
+        engine, plan = self._rank.engine, self._job.plan
+        if engine.policy.shards_parameters and not self._reference.units_in_order:
+            return None
+        calls = dict(declared_calls(engine.policy, engine.units, num_microbatches=plan.num_microbatches))
+        if self._group.size > 1:
+            calls["all_reduce"] = calls.get("all_reduce", 0) + 1
+        return calls
+
+    def _is_tied(self, names: tuple[str, ...]) -> bool:
+        """Whether these names are still one tensor: one Parameter in one memory."""
+        parameters = [self._rank.engine.model.get_parameter(name) for name in names]
+        return all(parameter is parameters[0] for parameter in parameters)

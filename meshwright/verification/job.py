@@ -1,0 +1,104 @@
+"""What is to be verified, and what the reference and the ranks answer. Plain values that travel by pickle; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.layout.plan import TrainPlan
+from meshwright.training.config import RunConfig
+from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
+
+if TYPE_CHECKING:
+    from meshwright.verification.candidate import CandidateRank
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A user's model, loss and data as Python objects.
+
+    Attributes:
+        build: () -> nn.Module.
+        loss: (model, batch) -> (sum, count), or a bare scalar that is a mean over samples.
+        data: map-style dataset.
+    """
+
+    build: Callable[[], Any]
+    loss: Callable[[Any, Any], Any]
+    data: Any
+
+
+@dataclass(frozen=True)
+class VerifyJob:
+    """One comparison.
+
+    Attributes:
+        config: seed, optimizer, clipping, and the model and data where `functions` is None.
+        plan: what the candidate runs; its precision holds for the reference too.
+        steps: optimizer steps.
+        functions: the model, loss and data where they are given as Python objects.
+        inject: called on every candidate rank before training, to commit a fault; see `CandidateRank`.
+    """
+
+    config: RunConfig
+    plan: TrainPlan
+    steps: int
+    functions: Functions | None = None
+    inject: Callable[[CandidateRank], None] | None = None
+
+
+# Samples of one micro-step: (dataset index, digest of the sample's content).
+Samples = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the run on one device left, besides its tensors in a file.
+
+    Attributes:
+        recorded: the tensors in the file.
+        tolerances: by check.
+        losses: of each step.
+        samples: (step, micro-step) to the samples of the whole micro-step, in order.
+        ties: groups of parameter names that are one tensor.
+        units_in_order: whether every unit ran once a micro-step, in order of registration.
+        clip_norm: limit of the gradient norm, low enough to act; None: no clipping.
+        uncompared: names of module outputs in which samples have no rows of their own.
+        peak_memory_bytes: of the process.
+    """
+
+    recorded: tuple[Recorded, ...]
+    tolerances: Mapping[str, Tolerance]
+    losses: tuple[float, ...]
+    samples: Mapping[tuple[int, int], Samples]
+    ties: tuple[tuple[str, ...], ...]
+    units_in_order: bool
+    clip_norm: float | None
+    uncompared: tuple[str, ...]
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one candidate rank measured.
+
+    Attributes:
+        rank: global rank.
+        stats: its pieces against the reference.
+        samples: (step, micro-step) to the samples it read.
+        digests: tensors that every rank must hold bitwise alike; check, step, -1 and name to a checksum.
+        issued: collectives of each step by operation.
+        declared: the same as the plan declares it; None where its formula does not hold for the model.
+        broken_ties: groups of tied names that are no longer one tensor.
+        peak_memory_bytes: of the process.
+    """
+
+    rank: int
+    stats: tuple[PieceStats, ...]
+    samples: Mapping[tuple[int, int], Samples]
+    digests: Mapping[Key, int]
+    issued: tuple[Mapping[str, int], ...]
+    declared: Mapping[str, int] | None
+    broken_ties: tuple[tuple[str, ...], ...]
+    peak_memory_bytes: int

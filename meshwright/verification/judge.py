@@ -1,0 +1,311 @@
+"""From what ranks measured to checks: merges pieces, applies the limits and finds the first wrong tensor. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.verification.job import RankReport, Reference, Samples
+from meshwright.verification.result import CHECK_NAMES, Check, Wrong
+from meshwright.verification.signatures import Facts, Sizes, guess
+from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
+
+_CONSTANT_RATIO = 1e-6
+_TENSOR_CHECKS = ("loss", "activations", "gradients", "grad_norm", "parameters", "optimizer", "buffers")
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """How one tensor fared, over all ranks."""
+
+    recorded: Recorded
+    relative: float
+    wrong: Wrong | None
+
+
+def judge(reference: Reference, ranks: Sequence[RankReport], sizes: Sizes) -> tuple[Check, ...]:
+    """All checks, in the order of `CHECK_NAMES`, each failed one with its first wrong tensor and a guess."""
+    findings = {
+        "data": _data_wrongs(reference, ranks),
+        "replicas": _replica_wrongs(ranks),
+        "ties": _tie_wrongs(ranks, sizes),
+        "counts": _count_wrongs(ranks),
+    }
+    verdicts = _verdicts(reference, ranks)
+    findings |= {check: [v.wrong for v in verdicts[check] if v.wrong is not None] for check in _TENSOR_CHECKS}
+    unknown = _unknown_wrongs(reference, ranks)
+    for wrong in unknown:
+        findings[wrong.check].append(wrong)
+    findings = {check: _with_causes(wrongs, findings, sizes) for check, wrongs in findings.items()}
+    compared = {
+        "data": sum(len(samples) for samples in reference.samples.values()),
+        "replicas": len({key for report in ranks for key in report.digests}),
+        "ties": len(reference.ties),
+        "counts": sum(len(report.issued) for report in ranks),
+    }
+    return tuple(
+        _tensor_check(name, verdicts[name], findings[name], reference)
+        if name in _TENSOR_CHECKS
+        else _equality_check(name, compared[name], findings[name], ranks)
+        for name in CHECK_NAMES
+    )
+
+
+def _with_causes(
+    wrongs: Sequence[Wrong], findings: Mapping[str, Sequence[Wrong]], sizes: Sizes
+) -> list[Wrong]:
+    """The findings of one check in execution order, the first with a guess at its cause."""
+    if not wrongs:
+        return []
+    first, *rest = sorted(wrongs, key=lambda wrong: wrong.sort_key)
+    facts = Facts(
+        check=first.check,
+        step=first.step,
+        microbatch=first.microbatch,
+        ratio=first.ratio,
+        ranks=first.ranks,
+        holders=first.holders,
+        failed=frozenset(check for check, found in findings.items() if found),
+        same_step=frozenset(
+            check for check, found in findings.items() if any(wrong.step == first.step for wrong in found)
+        ),
+        problem=first.problem,
+    )
+    return [replace(first, cause=guess(facts, sizes)), *rest]
+
+
+def _tensor_check(
+    name: str, verdicts: Sequence[_Verdict], wrongs: Sequence[Wrong], reference: Reference
+) -> Check:
+    worst = max(verdicts, key=lambda v: _not_less(v.relative), default=None)
+    note = ""
+    if name == "activations" and reference.uncompared:
+        number = len(reference.uncompared)
+        note = f"({number} without rows of samples: {reference.uncompared[0]}{' ...' if number > 1 else ''})"
+    if name == "loss":
+        note = "  ".join(f"{loss:.10f}" for loss in reference.losses)
+    return Check(
+        name=name,
+        ok=not wrongs,
+        compared=max(len(verdicts), len(wrongs)),
+        num_wrong=len(wrongs),
+        worst_relative=worst.relative if worst else 0.0,
+        worst_tensor=worst.recorded.name if worst else None,
+        first_wrong=wrongs[0] if wrongs else None,
+        note=note,
+    )
+
+
+def _not_less(value: float) -> float:
+    """A number to sort by: what is no number is the worst."""
+    return math.inf if math.isnan(value) else value
+
+
+def _equality_check(name: str, compared: int, wrongs: Sequence[Wrong], ranks: Sequence[RankReport]) -> Check:
+    notes = {
+        "data": "samples, every one once, same order",
+        "replicas": "tensors bitwise equal on all ranks" if len(ranks) > 1 else "tensors, one rank",
+        "ties": "groups of names are still one tensor",
+        "counts": "steps, declared = issued"
+        if ranks[0].declared is not None
+        else "steps, the same on all ranks (units run out of order: no formula)",
+    }
+    first = wrongs[0] if wrongs else None
+    return Check(
+        name, not wrongs, max(compared, len(wrongs)), len(wrongs), first_wrong=first, note=notes[name]
+    )
+
+
+# Tensors.
+
+
+def _verdicts(reference: Reference, ranks: Sequence[RankReport]) -> dict[str, list[_Verdict]]:
+    stats: dict[Key, list[PieceStats]] = {}
+    for report in ranks:
+        for piece in report.stats:
+            stats.setdefault(piece.key, []).append(piece)
+    verdicts: dict[str, list[_Verdict]] = {check: [] for check in _TENSOR_CHECKS}
+    for item in reference.recorded:
+        pieces = stats.get(item.key, [])
+        verdicts[item.check].append(_verdict(item, pieces, reference.tolerances[item.check], len(ranks)))
+    return verdicts
+
+
+def _verdict(item: Recorded, pieces: Sequence[PieceStats], tolerance: Tolerance, num_ranks: int) -> _Verdict:
+    wrong = Wrong(item.check, item.name, item.step, item.microbatch, item.order)
+    holders = tuple(sorted({piece.rank for piece in pieces}))
+    problems = [piece for piece in pieces if piece.problem]
+    if problems:
+        ranks = tuple(sorted({piece.rank for piece in problems}))
+        return _Verdict(
+            item, math.inf, replace(wrong, ranks=ranks, holders=holders, problem=problems[0].problem)
+        )
+    if not _covers(pieces, item.extent):
+        text = "no rank computed it" if not pieces else "no rank holds some of its elements"
+        return _Verdict(item, math.inf, replace(wrong, holders=tuple(range(num_ranks)), problem=text))
+    relative = tolerance.norm_error(item, _square_error(pieces))
+    limit = tolerance.largest_error(item)
+    bad = [piece for piece in pieces if not piece.largest_error <= limit]
+    if not bad and relative <= tolerance.norm:
+        return _Verdict(item, relative, None)
+    if not bad:  # each element is within its limit and all together are not
+        bad = [piece for piece in pieces if piece.square_error > 0]
+    numel = sum(piece.numel for piece in pieces)
+    found = replace(
+        wrong,
+        ranks=tuple(sorted({piece.rank for piece in bad})),
+        holders=holders,
+        ratio=_constant_ratio(bad),
+        share=sum(piece.num_wrong for piece in bad) / max(1, numel),
+        place=_place(item, bad, numel),
+    )
+    return _Verdict(item, relative, found)
+
+
+def _covers(pieces: Iterable[PieceStats], extent: int) -> bool:
+    reached = 0
+    for start, stop in sorted({(piece.start, piece.stop) for piece in pieces}):
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= extent and any(True for _ in pieces)
+
+
+def _square_error(pieces: Iterable[PieceStats]) -> float:
+    """Over the whole tensor: the worst of ranks that hold the same part, all different parts together."""
+    by_part: dict[tuple[int, int], float] = {}
+    for piece in pieces:
+        part = (piece.start, piece.stop)
+        value = piece.square_error
+        by_part[part] = value if math.isnan(value) else max(by_part.get(part, 0.0), value)
+    return sum(by_part.values())
+
+
+def _constant_ratio(pieces: Sequence[PieceStats]) -> float | None:
+    low = min((piece.ratio_low for piece in pieces), default=math.inf)
+    high = max((piece.ratio_high for piece in pieces), default=-math.inf)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return None
+    middle = (low + high) / 2
+    constant = high - low <= _CONSTANT_RATIO * max(abs(low), abs(high))
+    return middle if constant and abs(middle - 1.0) > _CONSTANT_RATIO else None
+
+
+def _place(item: Recorded, pieces: Sequence[PieceStats], numel: int) -> str:
+    """Which part of the tensor is wrong, in its own terms."""
+    firsts = [piece.first_wrong for piece in pieces if piece.first_wrong >= 0]
+    if not firsts or item.numel == 1:
+        return ""
+    first, last = min(firsts), max(piece.last_wrong for piece in pieces)
+    num_wrong = sum(piece.num_wrong for piece in pieces)
+    if num_wrong == numel:
+        return "every element"
+    if item.batch_dim is not None:
+        rows, total, what = item.rows_per_sample, item.shape[item.batch_dim] // item.rows_per_sample, "sample"
+    elif len(item.shape) >= 2:
+        rows, total, what = item.numel // item.shape[0], item.shape[0], "row"
+    else:
+        rows, total, what = 1, item.numel, "element"
+    low, high = first // rows, last // rows
+    span = f"{what} {low}" if low == high else f"{what}s {low}..{high}"
+    return f"{num_wrong:,} of {numel:,} elements, {span} of {total}"
+
+
+def _unknown_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[Wrong]:
+    """Tensors that ranks have and the reference has not."""
+    known = {item.key for item in reference.recorded}
+    found: dict[Key, list[PieceStats]] = {}
+    for report in ranks:
+        for piece in report.stats:
+            if piece.key not in known:
+                found.setdefault(piece.key, []).append(piece)
+    everyone = tuple(report.rank for report in ranks)
+    return [
+        Wrong(
+            *key[:1],
+            key[3],
+            key[1],
+            key[2],
+            ranks=tuple(sorted({piece.rank for piece in pieces})),
+            holders=everyone,
+            problem=pieces[0].problem,
+        )
+        for key, pieces in found.items()
+    ]
+
+
+# What must be equal.
+
+
+def _data_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[Wrong]:
+    wrongs = []
+    for (step, microbatch), expected in reference.samples.items():
+        read: Samples = tuple(
+            sample for report in ranks for sample in report.samples.get((step, microbatch), ())
+        )
+        if read == expected:
+            continue
+        place = next(
+            (i for i, pair in enumerate(zip(read, expected, strict=False)) if pair[0] != pair[1]),
+            min(len(read), len(expected)),
+        )
+        text = _sample_problem(read, expected, place)
+        name = f"sample {place} of the micro-step"
+        wrongs.append(Wrong("data", name, step, microbatch, problem=text))
+    return wrongs
+
+
+def _sample_problem(read: Samples, expected: Samples, place: int) -> str:
+    if len(read) != len(expected):
+        return f"{len(read)} samples were read and the micro-step has {len(expected)}"
+    got, wanted = read[place][0], expected[place][0]
+    if got == wanted:
+        return f"index {got} has other content than it had for the reference"
+    return f"index {got} was read and the stream has {wanted}"
+
+
+def _replica_wrongs(ranks: Sequence[RankReport]) -> list[Wrong]:
+    wrongs = []
+    for key in dict.fromkeys(key for report in ranks for key in report.digests):
+        values = [report.digests.get(key) for report in ranks]
+        usual = max(values, key=values.count)
+        odd = tuple(report.rank for report, value in zip(ranks, values, strict=True) if value != usual)
+        if odd:
+            check, step, microbatch, name = key
+            text = f"{check} differ between ranks" if check != name else "differs between ranks"
+            everyone = tuple(report.rank for report in ranks)
+            wrongs.append(
+                Wrong("replicas", name, step, microbatch, ranks=odd, holders=everyone, problem=text)
+            )
+    return wrongs
+
+
+def _tie_wrongs(ranks: Sequence[RankReport], sizes: Sizes) -> list[Wrong]:
+    groups = dict.fromkeys(names for report in ranks for names in report.broken_ties)
+    return [
+        Wrong(
+            "ties",
+            " = ".join(names),
+            sizes.steps,
+            ranks=tuple(report.rank for report in ranks if names in report.broken_ties),
+            holders=tuple(report.rank for report in ranks),
+            problem="no longer one tensor",
+        )
+        for names in groups
+    ]
+
+
+def _count_wrongs(ranks: Sequence[RankReport]) -> list[Wrong]:
+    wrongs = []
+    everyone = tuple(report.rank for report in ranks)
+    for report in ranks:
+        for index, issued in enumerate(report.issued):
+            declared = report.declared if report.declared is not None else ranks[0].issued[index]
+            for op in sorted({*issued, *declared}):
+                if issued.get(op, 0) != declared.get(op, 0):
+                    text = f"{issued.get(op, 0)} issued, {declared.get(op, 0)} declared"
+                    wrongs.append(
+                        Wrong("counts", op, index + 1, ranks=(report.rank,), holders=everyone, problem=text)
+                    )
+    return wrongs
