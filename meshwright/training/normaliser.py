@@ -27,7 +27,7 @@ def sum_and_count(model: nn.Module, loss: Callable[[Any, Any], Any], samples: Se
     Args:
         model: with values, not sharded yet.
         loss: the user's function.
-        samples: a few items of the dataset, at least 2 for a bare scalar.
+        samples: some items of the dataset, at least 2 for a bare scalar; the more, and the more different, the better.
 
     Raises:
         ConfigError: E112 when a bare scalar is not the mean over samples, E111 for anything else.
@@ -57,17 +57,19 @@ def _check_mean(
             f"loss_fn returned a bare scalar, and {len(samples)} sample cannot show whether it is a mean over "
             f"samples. Return (sum, count).",
         )
-    cut = len(samples) // 2
-    first = float(_probe(model, loss, samples[:cut]))
-    second = float(_probe(model, loss, samples[cut:]))
-    mean = (cut * first + (len(samples) - cut) * second) / len(samples)
-    if abs(mean - whole) > _TOLERANCE * max(abs(whole), abs(mean), 1.0):
-        raise ConfigError(
-            "E112",
-            f"loss_fn returned a bare scalar that is not a mean over samples: {whole:.6g} for {len(samples)} samples, "
-            f"but {mean:.6g} from its parts. Its result would depend on how the batch is cut. Return (sum, count), "
-            f"e.g. cross_entropy(..., reduction='sum') and the number of valid labels.",
-        )
+    # Uneven cuts too: with as many ignored labels in each half, a mean over valid labels looks like one over samples.
+    for cut in sorted({1, len(samples) // 3, len(samples) // 2, len(samples) - 1} - {0}):
+        first = float(_probe(model, loss, samples[:cut]))
+        second = float(_probe(model, loss, samples[cut:]))
+        mean = (cut * first + (len(samples) - cut) * second) / len(samples)
+        # Written so that a mean over no valid label at all (nan) fails too.
+        if not abs(mean - whole) <= _TOLERANCE * max(abs(whole), abs(mean), 1.0):
+            raise ConfigError(
+                "E112",
+                f"loss_fn returned a bare scalar that is not a mean over samples: {whole:.6g} for {len(samples)} "
+                f"samples, but {mean:.6g} from the first {cut} and the rest. Its result would depend on how the batch "
+                f"is cut. Return (sum, count), e.g. cross_entropy(..., reduction='sum') and the count of valid labels.",
+            )
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from meshwright.training.initialise import materialise_buffers, reset_initialise
 from meshwright.training.normaliser import sum_and_count
 from meshwright.training.step import Loss
 
+_NUM_PROBES = 32
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -143,7 +144,9 @@ def _datasets(config: RunConfig, vocab_size: int | None) -> tuple[MapStyle, MapS
 def _user_task(config: RunConfig, place: str) -> Task:
     torch.manual_seed(config.train.seed)
     model, loss, dataset = _call_user(place)
-    probe = [dataset[i] for i in range(min(4, len(dataset)))]
+    # Spread over the dataset: the first samples may not be like the others (sorted labels, no padding).
+    indices = {i * len(dataset) // _NUM_PROBES for i in range(_NUM_PROBES)}
+    probe = [dataset[i] for i in sorted(indices)]
     model.to(DTYPES[config.plan.precision])
     materialise_buffers(model, config.train.seed)
     initialiser = reset_initialiser(model, config.train.seed)

@@ -98,3 +98,15 @@ def test_probing_changes_neither_the_model_nor_the_generator() -> None:
     assert model.training
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_a_mean_over_valid_labels_is_refused_however_the_ignored_ones_lie() -> None:
+    """Each half of four samples has as many ignored labels as the other: only uneven cuts tell."""
+    model = nn.Linear(3, 4)
+    samples = [(torch.randn(3), torch.tensor(-100 if i % 3 == 0 else i % 4)) for i in range(4)]
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(ConfigError, match=r"E112 .*not a mean over samples"):
+        sum_and_count(model, loss, samples)
