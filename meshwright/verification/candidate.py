@@ -44,8 +44,8 @@ class CandidateRank:
     """What a rank trains with; `inject` gets it before training and may change anything in it.
 
     A fault is committed by patching: a method of `engine`, `state.optimizer` or `batches` (an attribute of the
-    instance shadows the class), the memory of a parameter, or by giving `loss` another value. Everything that is
-    compared is read through these objects by code that a fault does not reach.
+    instance shadows the class), the memory of a parameter, a forward hook, or by giving `loss` another value.
+    Everything that is compared is read through these objects by code that a fault does not reach.
 
     Attributes:
         rank: global rank.
@@ -127,6 +127,8 @@ class _Candidate:
         self._rank = build_rank(job, task, group)
         self._rank.batches.dataset = self._data
         self._rank.engine.model.train()
+        if job.inject is not None:  # before the observer, whose hooks must see what a fault does to an output
+            job.inject(self._rank)
         self._observer = ModuleObserver(self._rank.engine.model)
         self._comparer = Comparer(
             path, reference.recorded, tolerances=dict(reference.tolerances), rank=self._rank.rank
@@ -135,8 +137,6 @@ class _Candidate:
         self._digests: dict[Key, int] = {}
         self._issued: list[dict[str, int]] = []
         self._microbatch = 0
-        if job.inject is not None:
-            job.inject(self._rank)
 
     def run(self) -> RankReport:
         """Train all steps, or up to one that is not finite."""
@@ -146,9 +146,12 @@ class _Candidate:
             if not result.applied:
                 break
             self._compare_gradients(step, result)
+            self._compare_parameters(step)
+            for name, buffer in self._rank.engine.model.named_buffers():
+                self._comparer.compare(("buffers", step, -1, name), buffer)
             self._digest_replicas(step)
         else:
-            self._compare_end()
+            self._compare_optimizer(self._job.steps)
         return RankReport(
             rank=self._rank.rank,
             stats=tuple(self._comparer.stats),
@@ -217,20 +220,16 @@ class _Candidate:
             elif has_gradient:
                 self._comparer.compare(key, shard.gradient, start=shard.piece.start, divisor=divisor)
 
-    def _compare_end(self) -> None:
-        last = self._job.steps
-        self._compare_parameters(last)
+    def _compare_optimizer(self, step: int) -> None:
         optimizer = self._rank.state.optimizer.torch_optimizer
         states = {} if optimizer is None else optimizer.state  # a rank may own nothing
         for shard in self._rank.engine.shards:
-            for state, value in states.get(shard.parameter, {}).items():
+            for part, value in states.get(shard.parameter, {}).items():
                 if isinstance(value, Tensor):
-                    key = ("optimizer", last, -1, f"{shard.name} {state}")
+                    key = ("optimizer", step, -1, f"{shard.name} {part}")
                     self._comparer.compare(key, value, start=shard.piece.start if value.dim() else 0)
                     if self._is_replicated:
                         self._digests[key] = tensor_digest(value)
-        for name, buffer in self._rank.engine.model.named_buffers():
-            self._comparer.compare(("buffers", last, -1, name), buffer)
 
     def _compare_parameters(self, step: int) -> None:
         for name, start, piece in self._parameter_pieces():

@@ -61,6 +61,7 @@ class Reference:
         tolerances: by check.
         losses: of each step.
         samples: (step, micro-step) to the samples of the whole micro-step, in order.
+        num_samples: length of the dataset: of one epoch.
         ties: groups of parameter names that are one tensor.
         units_in_order: whether every unit ran once a micro-step, in order of registration.
         clip_norm: limit of the gradient norm, low enough to act; None: no clipping.
@@ -72,6 +73,7 @@ class Reference:
     tolerances: Mapping[str, Tolerance]
     losses: tuple[float, ...]
     samples: Mapping[tuple[int, int], Samples]
+    num_samples: int
     ties: tuple[tuple[str, ...], ...]
     units_in_order: bool
     clip_norm: float | None

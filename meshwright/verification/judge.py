@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.verification.job import RankReport, Reference, Samples
+from meshwright.verification.job import RankReport, Reference
 from meshwright.verification.result import CHECK_NAMES, Check, Wrong
 from meshwright.verification.signatures import Facts, Sizes, guess
 from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
@@ -151,14 +152,14 @@ def _verdict(item: Recorded, pieces: Sequence[PieceStats], tolerance: Tolerance,
         return _Verdict(item, relative, None)
     if not bad:  # each element is within its limit and all together are not
         bad = [piece for piece in pieces if piece.square_error > 0]
-    numel = sum(piece.numel for piece in pieces)
+    numel, num_wrong = _by_parts(pieces)
     found = replace(
         wrong,
         ranks=tuple(sorted({piece.rank for piece in bad})),
         holders=holders,
         ratio=_constant_ratio(bad),
-        share=sum(piece.num_wrong for piece in bad) / max(1, numel),
-        place=_place(item, bad, numel),
+        share=num_wrong / max(1, numel),
+        place=_place(item, bad, num_wrong, numel),
     )
     return _Verdict(item, relative, found)
 
@@ -182,6 +183,17 @@ def _square_error(pieces: Iterable[PieceStats]) -> float:
     return sum(by_part.values())
 
 
+def _by_parts(pieces: Iterable[PieceStats]) -> tuple[int, int]:
+    """(elements compared, elements wrong) of the tensor, a part that several ranks hold counted once."""
+    numel: dict[tuple[int, int], int] = {}
+    num_wrong: dict[tuple[int, int], int] = {}
+    for piece in pieces:
+        part = (piece.start, piece.stop)
+        numel[part] = piece.numel
+        num_wrong[part] = max(num_wrong.get(part, 0), piece.num_wrong)
+    return sum(numel.values()), sum(num_wrong.values())
+
+
 def _constant_ratio(pieces: Sequence[PieceStats]) -> float | None:
     low = min((piece.ratio_low for piece in pieces), default=math.inf)
     high = max((piece.ratio_high for piece in pieces), default=-math.inf)
@@ -192,13 +204,12 @@ def _constant_ratio(pieces: Sequence[PieceStats]) -> float | None:
     return middle if constant and abs(middle - 1.0) > _CONSTANT_RATIO else None
 
 
-def _place(item: Recorded, pieces: Sequence[PieceStats], numel: int) -> str:
+def _place(item: Recorded, pieces: Sequence[PieceStats], num_wrong: int, numel: int) -> str:
     """Which part of the tensor is wrong, in its own terms."""
     firsts = [piece.first_wrong for piece in pieces if piece.first_wrong >= 0]
     if not firsts or item.numel == 1:
         return ""
     first, last = min(firsts), max(piece.last_wrong for piece in pieces)
-    num_wrong = sum(piece.num_wrong for piece in pieces)
     if num_wrong == numel:
         return "every element"
     if item.batch_dim is not None:
@@ -239,30 +250,40 @@ def _unknown_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[W
 
 
 def _data_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[Wrong]:
-    wrongs = []
+    wrongs = list(_repeated_samples(reference))
     for (step, microbatch), expected in reference.samples.items():
-        read: Samples = tuple(
-            sample for report in ranks for sample in report.samples.get((step, microbatch), ())
-        )
-        if read == expected:
-            continue
-        place = next(
-            (i for i, pair in enumerate(zip(read, expected, strict=False)) if pair[0] != pair[1]),
-            min(len(read), len(expected)),
-        )
-        text = _sample_problem(read, expected, place)
-        name = f"sample {place} of the micro-step"
-        wrongs.append(Wrong("data", name, step, microbatch, problem=text))
+        read = [sample for report in ranks for sample in report.samples.get((step, microbatch), ())]
+        for place, (got, wanted) in enumerate(itertools.zip_longest(read, expected)):
+            if got != wanted:
+                name = f"sample {place} of the micro-step"
+                problem = _sample_problem(got, wanted)
+                wrongs.append(Wrong("data", name, step, microbatch, order=place, problem=problem))
     return wrongs
 
 
-def _sample_problem(read: Samples, expected: Samples, place: int) -> str:
-    if len(read) != len(expected):
-        return f"{len(read)} samples were read and the micro-step has {len(expected)}"
-    got, wanted = read[place][0], expected[place][0]
-    if got == wanted:
-        return f"index {got} has other content than it had for the reference"
-    return f"index {got} was read and the stream has {wanted}"
+def _repeated_samples(reference: Reference) -> Iterator[Wrong]:
+    """Samples that come twice within one epoch of the stream."""
+    position, seen = 0, set[int]()
+    for (step, microbatch), samples in sorted(reference.samples.items()):
+        for place, (index, _) in enumerate(samples):
+            if position % reference.num_samples == 0:
+                seen.clear()
+            position += 1
+            if index in seen:
+                name = f"sample {place} of the micro-step"
+                problem = f"index {index} comes twice in one epoch"
+                yield Wrong("data", name, step, microbatch, order=place, problem=problem)
+            seen.add(index)
+
+
+def _sample_problem(got: tuple[int, int] | None, wanted: tuple[int, int] | None) -> str:
+    if got is None:
+        return f"index {wanted[0]} was not read" if wanted else ""
+    if wanted is None:
+        return f"index {got[0]} was read and the micro-step is over"
+    if got[0] == wanted[0]:
+        return f"index {got[0]} has other content than it had for the reference"
+    return f"index {got[0]} was read and the stream has {wanted[0]}"
 
 
 def _replica_wrongs(ranks: Sequence[RankReport]) -> list[Wrong]:

@@ -1,7 +1,8 @@
 """The run on one device: a plain PyTorch loop that shares no code with the engine, and the noise of reordering it.
 
-Owns what is recorded: gradients divided by the global count and before clipping, parameters before the first and after
-the last step, optimizer state and buffers after the last, outputs of modules in every micro-step, losses and norms.
+Owns what is recorded: gradients divided by the global count and before clipping, parameters and buffers after every
+step (parameters before the first too), optimizer state after the last, outputs of modules in every micro-step, losses
+and norms.
 Must not know ranks. [Note: clip] The limit of the norm is lowered to half the first step's norm, so that clipping acts.
 Simplification: what reordering does is measured by one other order, its largest effect by check; a model that mixes
 samples (its halves differ from the whole) is reordered without being halved.
@@ -9,6 +10,7 @@ samples (its halves differ from the whole) is reordered without being halved.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,7 +79,46 @@ def run_reference(job: VerifyJob, path: Path) -> Reference:
         NumericsError: E601 when the reference itself is not finite.
     """
     check_same_build(job)
-    rows, samples, ties = _inspect(job)
+    subject = _inspect(job)
+    recorded, outcome = _record(job, path, subject.rows)
+    gc.collect()  # hooks refer to their model in circles, and a second one is trained now
+    tolerances = measure_noise(job, path, recorded, rows=subject.rows, clip_norm=outcome.clip_norm)
+    return Reference(
+        recorded=recorded,
+        tolerances=tolerances,
+        losses=outcome.losses,
+        samples=subject.samples,
+        num_samples=subject.num_samples,
+        ties=subject.ties,
+        units_in_order=outcome.units_in_order,
+        clip_norm=outcome.clip_norm,
+        uncompared=outcome.uncompared,
+        peak_memory_bytes=peak_memory(),
+    )
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What the job's model and data are: see `Reference`, and rows of module outputs by name."""
+
+    rows: dict[str, Rows]
+    samples: dict[tuple[int, int], Samples]
+    num_samples: int
+    ties: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a run leaves besides tensors: see `Reference`."""
+
+    losses: tuple[float, ...]
+    clip_norm: float | None
+    units_in_order: bool
+    uncompared: tuple[str, ...]
+
+
+def _record(job: VerifyJob, path: Path, rows: dict[str, Rows]) -> tuple[tuple[Recorded, ...], _Outcome]:
+    """Train, with every tensor going to the file `path`."""
     with Recorder(path) as recorder:
 
         def record(key: Key, tensor: Tensor, *, order: int, start: int, rows: Rows) -> None:
@@ -86,24 +127,13 @@ def run_reference(job: VerifyJob, path: Path) -> Reference:
 
         run = PlainRun(job, put=record, order=as_given, rows=rows)
         run.train()
-        recorded = recorder.finish()
-    tolerances = measure_noise(job, path, recorded, rows=rows, clip_norm=run.clip_norm)
-    return Reference(
-        recorded=recorded,
-        tolerances=tolerances,
-        losses=tuple(run.losses),
-        samples=samples,
-        ties=ties,
-        units_in_order=run.units_in_order,
-        clip_norm=run.clip_norm,
-        uncompared=tuple(sorted(run.uncompared)),
-        peak_memory_bytes=peak_memory(),
-    )
+        outcome = _Outcome(
+            tuple(run.losses), run.clip_norm, run.units_in_order, tuple(sorted(run.uncompared))
+        )
+        return recorder.finish(), outcome
 
 
-def _inspect(
-    job: VerifyJob,
-) -> tuple[dict[str, Rows], dict[tuple[int, int], Samples], tuple[tuple[str, ...], ...]]:
+def _inspect(job: VerifyJob) -> _Subject:
     """Rows of module outputs, the sample stream and ties of the job; raises E802."""
     task = make_subject(job)
     model = materialise(task)
@@ -127,7 +157,8 @@ def _inspect(
     groups: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
-    return rows, samples, tuple(tuple(names) for names in groups.values() if len(names) > 1)
+    ties = tuple(tuple(names) for names in groups.values() if len(names) > 1)
+    return _Subject(rows, samples, len(task.train_data), ties)
 
 
 @dataclass(frozen=True)
@@ -196,7 +227,7 @@ class PlainRun:
             self.losses.append(loss_sum / count)
             self._clip(norm)
             self._optimizer.step()
-        self._finish()
+            self._put_state(step + 1)
 
     def _accumulate(self, step: int) -> tuple[float, float]:
         loss_sum, count = 0.0, 0.0
@@ -262,16 +293,17 @@ class PlainRun:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def _finish(self) -> None:
-        last = self._job.steps
+    def _put_state(self, step: int) -> None:
+        """Parameters and buffers after each step, optimizer state after the last."""
         for name, parameter in self._model.named_parameters():
             place = self._place(name)
-            self._tensor("parameters", last, name, parameter, order=place)
-            for state, value in self._optimizer.state.get(parameter, {}).items():
+            self._tensor("parameters", step, name, parameter, order=place)
+            state = self._optimizer.state.get(parameter, {}) if step == self._job.steps else {}
+            for part, value in state.items():
                 if isinstance(value, Tensor):
-                    self._tensor("optimizer", last, f"{name} {state}", value, order=place)
+                    self._tensor("optimizer", step, f"{name} {part}", value, order=place)
         for name, buffer in self._model.named_buffers():
-            self._tensor("buffers", last, name, buffer, order=self._place(name))
+            self._tensor("buffers", step, name, buffer, order=self._place(name))
 
     def _place(self, name: str) -> int:
         return self._observer.order.get(name.rpartition(".")[0], 0)

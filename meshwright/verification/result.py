@@ -19,6 +19,7 @@ CHECK_NAMES = (
     "ties",
     "counts",
 )
+SCALAR_CHECKS = ("loss", "grad_norm")
 # Order in which one step makes what the checks look at.
 EXECUTION_ORDER = (
     "data",
@@ -83,7 +84,8 @@ class Wrong:
             who = " on every rank" if every else f" on rank {', '.join(map(str, self.ranks))}"
         how = self.problem
         if not how and self.ratio is not None:
-            how = f"exactly {self.ratio:.4f} x reference"
+            exactly = "" if self.check in SCALAR_CHECKS else "exactly "  # one number always has one ratio
+            how = f"{exactly}{self.ratio:.4f} x reference"
         if not how:
             how = "differs from the reference"
         where = f", {self.place}" if self.place else ""

@@ -92,6 +92,8 @@ def _factor(facts: Facts, ratio: float, sizes: Sizes) -> str:
         inverse += [(math.sqrt(dp), "1/sqrt(dp)", "squares of some ranks' shards are missing.")]
     found = [item for item in names if item[0] > 1 and _same(ratio, item[0])]
     found += [item for item in inverse if item[0] > 1 and _same(ratio, 1 / item[0])]
+    if not found and facts.check in ("loss", "grad_norm"):
+        return ""  # one number always has one ratio
     if not found:
         known = f"dp {dp}, micro-steps {micro}"
         return f"{ratio:.6g} is one factor for all wrong elements, and none of this run's sizes ({known})."
@@ -111,6 +113,14 @@ class Signature:
 
 
 _SIGNATURES = (
+    Signature(
+        lambda f, _s: f.check == "data" and "was not read" in f.problem,
+        "A part of the batch was never read: a micro-step was skipped, or a rank's samples were.",
+    ),
+    Signature(
+        lambda f, _s: f.check == "data" and "twice" in f.problem,
+        "The order of samples is no permutation: within an epoch every sample must come exactly once.",
+    ),
     Signature(
         lambda f, _s: f.check == "data",
         "Ranks read other samples than the index law gives: a seed or an order of its own on a rank, micro-steps "

@@ -252,5 +252,5 @@ def magnitudes(values: Tensor) -> tuple[float, float]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

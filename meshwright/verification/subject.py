@@ -180,7 +180,7 @@ def batch_of(data: MapStyle, ids: list[int], *, precision: str) -> Any:
 
 def tensor_digest(tensor: Tensor) -> int:
     """Checksum of the bytes of a tensor."""
-    values = tensor.detach().cpu().contiguous()
+    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     values = torch.view_as_real(values) if values.is_complex() else values
     return zlib.crc32(values.reshape(-1).numpy().data) if values.numel() else 0
 

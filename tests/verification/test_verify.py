@@ -1,0 +1,235 @@
+"""The whole comparison through real processes: silent on what is right, loud on what is wrong."""
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright
+from meshwright.errors import ConfigError, ConfigErrors, PlanError, WorkerError
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from tests.parity.cover import pairwise
+from tests.verification import faults
+from tests.verification.models import Net, Peculiar, Rows, loss_of_labels, two_losses
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    """Tiny models wait for threads longer than they compute."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+class Tokens:
+    """Sequences of unequal numbers of valid labels."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        tokens = torch.randint(31, (8,), generator=torch.Generator().manual_seed(index))
+        labels = tokens[1:].clone()
+        labels[: index % 6] = -100
+        return {"tokens": tokens[:-1], "labels": labels}
+
+
+def make_gpt():
+    sizes = {"num_layers": 2, "dim": 24, "num_heads": 3, "ffn_dim": 53}
+    return GPT(GPTConfig(vocab_size=31, max_seq_len=7, **sizes))
+
+
+SUBJECTS = {
+    "gpt": (make_gpt, language_model_loss, Tokens()),
+    "net": (Net, loss_of_labels, Rows()),
+    "peculiar": (Peculiar, two_losses, Rows()),
+}
+FACTORS = {
+    "subject": list(SUBJECTS),
+    "zero": [0, 1, 2, 3],
+    "processes": [1, 2, 3],
+    "optimizer": ["adamw", "sgd"],
+    "precision": ["fp64", "fp32"],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=lambda case: "-".join(map(str, case.values())))
+def test_what_is_right_passes(case):
+    build, loss, data = SUBJECTS[case["subject"]]
+    result = meshwright.verify(
+        build,
+        loss,
+        data,
+        plan=f"zero={case['zero']},bucket_bytes=4096 bytes",
+        processes=case["processes"],
+        optimizer=case["optimizer"],
+        precision=case["precision"],
+        steps=2,
+    )
+    assert result.ok, result.table()
+    names = ("data", "loss", "activations", "gradients", "grad_norm", "parameters", "replicas")
+    assert all(result.check(name).compared > 0 for name in names)
+    limit = {"fp64": 1e-12, "fp32": 1e-4}[case["precision"]]
+    assert max(check.worst_relative for check in result.checks) < limit
+    # Both tied models: the two names are compared as one.
+    assert result.check("ties").compared == {"gpt": 1, "net": 1, "peculiar": 0}[case["subject"]]
+
+
+def failing(inject, **options):
+    build, loss, data = SUBJECTS["net"]
+    result = meshwright.verify(build, loss, data, processes=2, inject=inject, **options)
+    assert not result.ok, result.table()
+    return result
+
+
+def one_element_sites():
+    """Random sites of each kind, with a fixed seed."""
+    draw = random.Random(5)
+    names = {
+        "gradients": ["embed.weight", "blocks.0.0.bias", "blocks.1.0.weight", "head.weight"],
+        "parameters": ["embed.bias", "blocks.0.0.weight", "head.weight"],
+        "activations": ["embed", "blocks.1", "tied", "head"],
+    }
+    for check, zero in itertools.product(names, (0, 3)):
+        yield check, draw.choice(names[check]), zero, draw.randrange(2), draw.randrange(1, 4)
+
+
+@pytest.mark.parametrize(("check", "name", "zero", "rank", "step"), list(one_element_sites()))
+def test_one_element_off_by_1e_8_is_found(check, name, zero, rank, step):
+    """A shard may lie on one rank only: the fault is then tried where it is."""
+    inject = faults.one_element_of(check, name, rank=rank, step=step)
+    if zero == 3 and check != "activations":
+        inject = both(*(faults.one_element_of(check, name, rank=r, step=step) for r in range(2)))
+    result = failing(inject, plan=f"zero={zero}")
+    wrong = result.check(check).first_wrong
+    assert wrong is not None, result.table()
+    assert wrong.name == name
+    assert "1 of" in wrong.place or "2 of" in wrong.place
+    assert (wrong.step, result.first_wrong.check, result.first_wrong.name) == (step, check, name)
+
+
+def both(*injections):
+    def inject(rank):
+        for injection in injections:
+            injection(rank)
+
+    return inject
+
+
+def test_one_ranks_gradient_twice():
+    first = failing(faults.twice_on_rank_1).first_wrong
+    assert (first.check, first.step, first.name) == ("gradients", 1, "head.bias")
+    assert "Loss right, gradients wrong" in first.cause
+
+
+def test_a_constant_factor_is_named_by_the_mesh():
+    result = failing(faults.all_twice, clip_norm=0.0)
+    first = result.first_wrong
+    assert (first.check, first.step, first.ratio) == ("gradients", 1, pytest.approx(2.0, rel=1e-12))
+    assert "exactly 2.0000 x reference" in result.table()
+    assert "2 = dp" in first.cause
+
+
+def test_no_gradient_reduction():
+    result = failing(faults.no_reduction, plan="zero=0")
+    first = result.first_wrong
+    assert (first.check, first.step) == ("gradients", 1)
+    assert "not reduced over dp" in first.cause
+    counts = result.check("counts").first_wrong
+    assert (counts.name, counts.problem) == ("all_reduce", "1 issued, 2 declared")
+    assert result.check("replicas").first_wrong.step == 1
+
+
+def test_samples_that_were_not_read():
+    first = failing(faults.skipped_last_micro_step).first_wrong
+    assert (first.check, first.step, first.microbatch) == ("data", 1, 1)
+    assert failing(faults.seed_per_rank).first_wrong.check == "data"
+
+
+def test_a_fault_that_raises_is_a_worker_error():
+    def inject(rank):
+        raise RuntimeError("injected")
+
+    with pytest.raises(WorkerError, match="injected"):
+        meshwright.verify(*SUBJECTS["net"], processes=2, inject=inject)
+
+
+# Bad input.
+
+
+def test_a_build_that_differs_each_time():
+    def build():
+        model = Net()
+        with torch.no_grad():
+            model.head.bias.fill_(time.perf_counter())
+        return model
+
+    with pytest.raises(ConfigError, match=r"E801 two builds .* first in 'head\.bias' \(1 of "):
+        meshwright.verify(build, loss_of_labels, Rows(), processes=2)
+
+
+def test_a_loss_that_differs_each_time():
+    def loss(model, batch):
+        total, count = loss_of_labels(model, batch)
+        return total + random.SystemRandom().random(), count
+
+    with pytest.raises(ConfigError, match="E802 the loss of one batch on equal models is"):
+        meshwright.verify(Net, loss, Rows(), processes=2)
+
+
+def test_a_bare_scalar_over_ignored_labels():
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch["x"]), batch["label"])
+
+    with pytest.raises(ConfigError, match=r"E112 .* Return \(sum, count\)"):
+        meshwright.verify(Net, loss, Rows(), processes=2)
+
+
+def test_a_bare_scalar_that_is_a_mean_over_samples():
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch["x"]), batch["label"].clamp(min=0))
+
+    assert meshwright.verify(Net, loss, Rows(), processes=2, steps=1).ok
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "error", "text"),
+    [
+        ("dp=3", {}, PlanError, "E200 .*= 3, but 2 processes started"),
+        ("zero=1,micro_batch=3", {"global_batch": 8}, PlanError, "E203 global_batch 8"),
+        ("tp=2", {}, ConfigErrors, "E110 .*plan.tp = 2 is not built yet"),
+        ("zerro=2", {}, ConfigErrors, "E101 .*Did you mean 'plan.zero'"),
+        ("zero=1", {"precision": "bf16"}, ConfigErrors, "E110"),
+        ("zero=1", {"steps": 0}, ConfigError, "E109 steps = 0"),
+    ],
+)
+def test_plans_that_cannot_run_start_no_process(plan, options, error, text, monkeypatch):
+    monkeypatch.setattr("meshwright.launching.verify.run_local", None)
+    with pytest.raises(error, match=text):
+        meshwright.verify(Net, loss_of_labels, Rows(), plan=plan, processes=2, **options)
+
+
+@pytest.mark.parametrize(("build", "code"), [(lambda: "a model", "E111"), (lambda: None, "E111")])
+def test_what_is_no_module(build, code):
+    with pytest.raises(ConfigError, match=code):
+        meshwright.verify(build, loss_of_labels, Rows(), processes=1)
+
+
+def test_memory_stays_within_twice_of_both_runs():
+    """Model, gradient and two moments are four tensors; a rank of the candidate under ddp holds as many."""
+    width, layers = 1000, 4
+
+    def build():
+        return nn.Sequential(nn.Linear(6, width), *(nn.Linear(width, width) for _ in range(layers)))
+
+    def loss(model, batch):
+        return model(batch["x"]).square().sum(), len(batch["x"])
+
+    small = meshwright.verify(lambda: nn.Linear(6, 2), loss, Rows(), plan="zero=0", processes=2, steps=1)
+    result = meshwright.verify(build, loss, Rows(), plan="zero=0", processes=2, steps=2)
+    assert result.ok, result.table()
+    state_bytes = 4 * 8 * layers * width * width
+    for name, copies in (("reference", 1), ("candidate", 2)):
+        grown = result.peak_memory_bytes[name] - small.peak_memory_bytes[name]
+        assert state_bytes * copies / 2 < grown < 2 * state_bytes * copies, (name, grown, state_bytes)
