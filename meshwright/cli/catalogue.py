@@ -166,6 +166,22 @@ CATALOGUE = (
         'Start as many processes as there are GPUs, or set plan.transport = "gloo" for CPU processes.',
     ),
     CodeEntry(
+        "E208",
+        "random numbers that cannot be cut like the batch",
+        "Dropout masks belong to samples of the global batch, so that they are the same on every mesh. A tensor whose "
+        "first dim is not made of this rank's samples, or another random function, has no such place.",
+        "Put the batch first (batch_first=True), draw with a generator of your own, or set train.dropout = "
+        '"native" and accept that the result depends on the number of ranks.',
+    ),
+    CodeEntry(
+        "E209",
+        "a recomputation with another dropout mask",
+        "Backward ran a part of the forward again, and the mask it drew is none that the forward had; the gradient "
+        "would be that of another function.",
+        "Checkpoint with preserve_rng_state=True (torch's default); in code of your own, put back the state of "
+        "torch's CPU generator before the forward runs again.",
+    ),
+    CodeEntry(
         "E401",
         "a worker died or raised",
         "The first rank that failed is named; others wait for it and are ended, which is a consequence.",
@@ -229,5 +245,19 @@ CATALOGUE = (
         "a setting has no effect",
         "A key was set that the chosen optimizer, schedule or packing never reads.",
         "Remove the key, or choose what reads it; the message names both.",
+    ),
+    CodeEntry(
+        "W205",
+        "batch statistics see one micro-step",
+        "A BatchNorm normalises by the samples of one micro-step, over all ranks. How many micro-steps a batch is cut "
+        "into is then a part of the model, as the batch itself is.",
+        "Keep the number of micro-steps (global batch / dp / micro batch) when you change the number of ranks.",
+    ),
+    CodeEntry(
+        "W206",
+        "native dropout on several ranks",
+        "torch's own dropout knows nothing of the global batch: each rank draws masks for its own rows, so the same "
+        "run on another number of ranks learns something else.",
+        'Set train.dropout = "stateless", the default.',
     ),
 )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.adapt import linear
+from meshwright.adapt import registry
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.watchdog import Watchdog
@@ -40,6 +41,7 @@ from meshwright.training.metrics import (
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.planning import plan_of
+from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, evaluate, train_step
 from meshwright.training.task import DTYPES, Task, check_same_model, make_task
@@ -145,8 +147,19 @@ class Run:
             device=self.device,
             initialiser=self.task.initialiser,
         )
-        linear.install(self.task.model, engine)
-        return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards))
+        kind, plan = self.config.train.dropout, self.plan
+        for text in registry.warnings_of(
+            self.task.model,
+            dropout_kind=kind,
+            num_ranks=self.group.size,
+            num_microbatches=plan.num_microbatches,
+        ):
+            self.console.line(text)
+        registry.install(self.task.model, engine, dropout_kind=kind)
+        state = TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards))
+        if kind == "stateless":
+            state.randomness = stateless_randomness(self._geometry(), seed=self.config.train.seed)
+        return state
 
     def _geometry(self) -> BatchGeometry:
         return BatchGeometry(
@@ -224,8 +237,13 @@ class Run:
         return cast_batch(batch, DTYPES[self.plan.precision], self.device)
 
     def _not_finite(self, step: int) -> NumericsError:
-        batches = (self._micro_batch(step, k) for k in range(self.plan.num_microbatches))
-        return explain_not_finite(self.state.engine, batches, loss=self.task.loss, step=step)
+        return explain_not_finite(self.state.engine, self._replayed(step), loss=self.task.loss, step=step)
+
+    def _replayed(self, step: int) -> Iterator[Any]:
+        """The step's batches; while the caller uses one, dropout draws the masks that it had."""
+        for k in range(self.plan.num_microbatches):
+            with self.state.randomness(step, k):
+                yield self._micro_batch(step, k)
 
     def _is_last(self, elapsed: float) -> bool:
         if self.total_steps is not None:

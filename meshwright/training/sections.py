@@ -271,6 +271,8 @@ class TrainConfig(Section):
     """The update rule."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over the run."""
+    dropout: Literal["stateless", "native"] = "stateless"
+    """Masks that depend on seed, step and sample only, or torch's own, which differ with the number of ranks."""
     clip_norm: Annotated[float, Field(ge=0)] | None = 1.0
     """Largest global gradient norm; 0: no clipping."""
     eval_every: Annotated[EvalEvery, *_EVAL] = EvalEvery(None, at_end=True)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.optimizer import ShardedOptimizer
+
+
+def _native(_step: int, _microbatch: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass
@@ -19,6 +25,8 @@ class TrainState:
         tokens: counted elements of the loss so far (valid tokens for a language model).
         expected_count: global count of the newest step, by which the next backward is divided beforehand; where
             the count stays, gradients come out normalised and the pass that divides them is saved.
+        randomness: (step, micro-step) -> what is entered around its forward and backward; the default leaves
+            random numbers to torch.
     """
 
     engine: ShardingEngine
@@ -26,3 +34,4 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     expected_count: float = 1.0
+    randomness: Callable[[int, int], AbstractContextManager[None]] = _native

@@ -90,7 +90,8 @@ def train_step(
         batch = micro_batch(microbatch)
         log.progress("forward and backward")
         last = microbatch == num_microbatches - 1
-        local += _accumulate(engine, loss, batch, divisor=state.expected_count, last=last)
+        with state.randomness(state.step, microbatch):
+            local += _accumulate(engine, loss, batch, divisor=state.expected_count, last=last)
     log.progress("step reduction")
     agreed = _agree(engine, local)
     if agreed.count <= 0:

@@ -1,0 +1,47 @@
+"""The one ordered list of adaptations: what is swapped in an unmodified module, and how it is put back.
+
+Order matters: what changes results (batch normalisation) comes before what only changes speed (linear), and what is
+installed last is undone first. Dropout is not swapped in modules: `dropout.stateless` is entered a micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from meshwright.adapt import batch_norm, dropout, linear
+from meshwright.adapt.dropout import DropoutKind
+from meshwright.sharding.engine import ShardingEngine
+
+
+def install(
+    model: nn.Module, engine: ShardingEngine, *, dropout_kind: DropoutKind = "stateless"
+) -> Callable[[], None]:
+    """Adapt `model`, which `engine` shards; instances change, classes do not.
+
+    Returns:
+        A function that undoes all of it.
+
+    Raises:
+        PlanError: E208 for a layer whose dropout cannot be cut over the engine's ranks; nothing is installed then.
+    """
+    if dropout_kind == "stateless":
+        dropout.check_modules(model, num_ranks=engine.group.size)
+    undos = [batch_norm.install(model, engine.group), linear.install(model, engine)]
+
+    def undo() -> None:
+        for step in reversed(undos):
+            step()
+
+    return undo
+
+
+def warnings_of(
+    model: nn.Module, *, dropout_kind: DropoutKind, num_ranks: int, num_microbatches: int
+) -> list[str]:
+    """Texts with a W-code about what makes results depend on the plan; to be asked before `install`."""
+    return [
+        *batch_norm.micro_step_warnings(model, num_microbatches=num_microbatches),
+        *dropout.native_warnings(model, dropout_kind, num_ranks=num_ranks),
+    ]

@@ -1,0 +1,34 @@
+"""Which random numbers a micro-step's dropout gets: the index law told to the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from meshwright.adapt.dropout import stateless
+from meshwright.comm.rng import MicroStep
+from meshwright.data.index_law import BatchGeometry
+
+
+def stateless_randomness(
+    geometry: BatchGeometry, *, seed: int
+) -> Callable[[int, int], AbstractContextManager[None]]:
+    """For `TrainState.randomness`: (step, micro-step) -> dropout masks of this rank's samples.
+
+    Args:
+        geometry: how the global batch is cut for this rank.
+        seed: of the run.
+    """
+
+    def enter(step: int, microbatch: int) -> AbstractContextManager[None]:
+        rows = geometry.rank_range(step, microbatch)
+        place = MicroStep(
+            seed=seed,
+            step=step,
+            first_row=rows.start - step * geometry.global_batch,
+            num_rows=len(rows),
+            total_rows=geometry.global_batch // geometry.num_microbatches,
+        )
+        return stateless(place)
+
+    return enter
