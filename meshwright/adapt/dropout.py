@@ -14,8 +14,8 @@ Recomputation in backward draws the same words again, because whatever recompute
 not, nested, or other libraries') puts that generator back.
 
 Simplifications: a call's tensor holds the rank's samples in order along its first dim (times any factor, e.g. heads).
-Sequence-first layers of torch are refused; other tensors whose first dim only happens to be a multiple, or ranks that
-make different calls, are not noticed. Calls inside torch.compile are left to the compiler's own random numbers.
+Sequence-first layers of torch are refused; other tensors whose first dim only happens to be a multiple are not noticed.
+Calls inside torch.compile are left to the compiler's own random numbers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ _ALPHA = 1.7580993408473766
 
 
 @contextmanager
-def stateless(place: MicroStep) -> Iterator[None]:
+def stateless(place: MicroStep, *, must_agree: Callable[[str], None] | None = None) -> Iterator[None]:
     """Within it, dropout of a micro-step's forward and backward follows `place`; torch's CPU generator is put back.
+
+    Args:
+        place: this rank's part of the batch.
+        must_agree: is told each call of the forward in a line that all ranks must have alike.
 
     Raises, where a call is made:
         PlanError: E208 for a call that cannot be cut over several ranks.
@@ -53,7 +57,7 @@ def stateless(place: MicroStep) -> Iterator[None]:
     before = generator.get_state()
     generator.manual_seed(place.key)
     try:
-        with _Scope(place):
+        with _Scope(place, must_agree):
             yield
     finally:
         generator.set_state(before)
@@ -86,9 +90,10 @@ def native_warnings(model: nn.Module, kind: DropoutKind, *, num_ranks: int) -> l
 class _Scope(TorchFunctionMode):
     """One micro-step: hands every random call to its handler."""
 
-    def __init__(self, place: MicroStep) -> None:
+    def __init__(self, place: MicroStep, must_agree: Callable[[str], None] | None) -> None:
         super().__init__()
         self.place = place
+        self._must_agree = must_agree
         self._keys: set[int] = set()
 
     def __torch_function__(
@@ -116,6 +121,8 @@ class _Scope(TorchFunctionMode):
         # Private, as torch.utils.checkpoint has it: nothing public tells backward from forward (guarded by a test).
         if torch._C._current_graph_task_id() == -1:
             self._keys.add(key)
+            if self._must_agree is not None:
+                self._must_agree(f"{what} {rows} {tuple(shape[1:])} {key}")
         elif key not in self._keys:
             raise NumericsError(
                 "E209",

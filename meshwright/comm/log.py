@@ -140,9 +140,12 @@ class CommLog:
         struct.pack_into("<d", self._map, _PROGRESSED, now)
         self.calls[op, axis] += 1
         self.bytes[op, axis] += nbytes
-        line = f"{op} {dtype} {numel} {cause}".encode()
-        self._digests[axis] = zlib.crc32(line, self._digests.get(axis, 0))
+        self.must_agree(axis, f"{op} {dtype} {numel} {cause}")
         return sequence
+
+    def must_agree(self, axis: str, line: str) -> None:
+        """Fold into the digest of `axis` what its peers must do alike, whether or not it sends anything."""
+        self._digests[axis] = zlib.crc32(line.encode(), self._digests.get(axis, 0))
 
     def finish(self, sequence: int) -> None:
         """Record that the operation's result may be used."""

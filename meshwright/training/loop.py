@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,11 @@ class Run:
         registry.install(self.task.model, engine, dropout_kind=kind)
         state = TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards))
         if kind == "stateless":
-            state.randomness = stateless_randomness(self._geometry(), seed=self.config.train.seed)
+            state.randomness = stateless_randomness(
+                self._geometry(),
+                seed=self.config.train.seed,
+                must_agree=partial(self.group.log.must_agree, self.group.axis),
+            )
         return state
 
     def _geometry(self) -> BatchGeometry:
@@ -242,8 +247,9 @@ class Run:
     def _replayed(self, step: int) -> Iterator[Any]:
         """The step's batches; while the caller uses one, dropout draws the masks that it had."""
         for k in range(self.plan.num_microbatches):
+            batch = self._micro_batch(step, k)
             with self.state.randomness(step, k):
-                yield self._micro_batch(step, k)
+                yield batch
 
     def _is_last(self, elapsed: float) -> bool:
         if self.total_steps is not None:

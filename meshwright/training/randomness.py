@@ -11,13 +11,15 @@ from meshwright.data.index_law import BatchGeometry
 
 
 def stateless_randomness(
-    geometry: BatchGeometry, *, seed: int
+    geometry: BatchGeometry, *, seed: int, must_agree: Callable[[str], None] | None = None
 ) -> Callable[[int, int], AbstractContextManager[None]]:
     """For `TrainState.randomness`: (step, micro-step) -> dropout masks of this rank's samples.
 
     Args:
         geometry: how the global batch is cut for this rank.
         seed: of the run.
+        must_agree: is told each call in a line that is the same on all ranks, e.g. by the log's `must_agree`; then
+            the step's reduction finds ranks that draw for other layers or other shapes of a sample.
     """
 
     def enter(step: int, microbatch: int) -> AbstractContextManager[None]:
@@ -29,6 +31,6 @@ def stateless_randomness(
             num_rows=len(rows),
             total_rows=geometry.global_batch // geometry.num_microbatches,
         )
-        return stateless(place)
+        return stateless(place, must_agree=must_agree)
 
     return enter

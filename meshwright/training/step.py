@@ -161,5 +161,6 @@ def _check_same_calls(group: Group, digest_sum: int, digest_square_sum: int) -> 
         raise WorkerError(
             "E404",
             f"ranks of {group.axis} issued different collectives before {last.describe()} on rank {group.log.rank}: "
-            f"some rank ran other modules than its peers. Every rank must run the same blocks in every micro-batch.",
+            f"some rank ran other modules than its peers, or dropped elements of samples of another shape. "
+            f"Every rank must run the same blocks in every micro-batch.",
         )

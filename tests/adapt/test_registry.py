@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from meshwright.adapt import registry
 from meshwright.adapt.dropout import stateless
 from meshwright.comm.rng import MicroStep
 from meshwright.data.index_law import BatchGeometry, rank_range
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, WorkerError
 from meshwright.layout.policy import find_policy
 from meshwright.models.gpt import GPT, GPTConfig
 from meshwright.models.initial import initialise
@@ -196,6 +197,40 @@ def test_dropout_is_the_same_for_any_number_of_micro_steps() -> None:
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
+def _unlike(mesh: Any, difference: str) -> str:
+    """One rank drops in one layer more, or its samples are longer."""
+    group = mesh.group("dp")
+    odd = group.index == 1
+
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        y = model(torch.cat([x, x], 1) if difference == "shape" and odd else x)
+        y = nn.functional.dropout(y, 0.1) if difference == "layer" and odd else y
+        return nn.functional.dropout(y, 0.2).sum(), len(x)
+
+    model = nn.Linear(3, 3)
+    engine = ShardingEngine(model, policy=find_policy("ddp"), group=group, device=torch.device("cpu"))
+    randomness = stateless_randomness(
+        BatchGeometry(4, 1, dp_size=group.size, dp_rank=group.index),
+        seed=SEED,
+        must_agree=partial(group.log.must_agree, group.axis),
+    )
+    state = TrainState(engine, ShardedOptimizer(SPEC, engine.shards), randomness=randomness)
+    try:
+        train_step(
+            state, lambda _: torch.ones(2, 4, 3), loss=loss, num_microbatches=1, lr=0.1, clip_norm=None
+        )
+    except WorkerError as error:
+        return error.code
+    return "agreed"
+
+
+@pytest.mark.parametrize(
+    ("difference", "outcome"), [("none", "agreed"), ("layer", "E404"), ("shape", "E404")]
+)
+def test_ranks_that_drop_otherwise_are_found(ranks, difference: str, outcome: str) -> None:
+    assert ranks.run(_unlike, 2, difference) == [outcome, outcome]
 
 
 def _engine(model: nn.Module) -> ShardingEngine:
