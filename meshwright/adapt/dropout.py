@@ -5,8 +5,8 @@ Owns how a training forward's dropout calls are found and given their masks. Mus
 [Note: how calls are found] A `TorchFunctionMode` is entered around forward and backward of every micro-step, for
 every model. To look first whether a model has dropout would be cheaper, but a probability may be raised later and a
 function may be called by any name, and a call missed would be silent. The price is 1.5 µs for each torch call of the
-forward: 105 calls, 0.2 % of the step of a small GPT (4 layers, 128 wide, 1024 tokens) on one core. Every overridable function
-that draws random numbers is in one of the tables at the end; a test compares them with torch.
+forward: 105 calls, 0.2 % of the step of a small GPT (4 layers, 128 wide, 1024 tokens) on one core. Every overridable
+function that draws random numbers is in one of the tables at the end; a test compares them with torch.
 
 [Note: the call's number] The n-th call of a micro-step takes its key from the n-th word of torch's CPU generator,
 which is seeded by (seed, step) alike on all ranks and for all micro-steps; these differ in their samples' indices.
