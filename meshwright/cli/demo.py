@@ -1,6 +1,7 @@
 """`meshwright demo`: the first five minutes. A language model learns from real text on two local processes.
 
-Owns the demo's run and its lines. Offline and with fixed steps, so that a second run prints the same digits.
+Then a cut of it is compared with one process. Owns the demo's run and its lines. Offline and with fixed steps, so that
+a second run prints the same digits.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.machine import Machine, inspect_machine
 from meshwright.cli.output import print_json, stdout_to_stderr
 from meshwright.cli.train import require_torch
+from meshwright.errors import EXIT_VERIFY_FAILED
+
+if TYPE_CHECKING:
+    from meshwright.verification.result import VerifyResult
 
 DEMO: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
@@ -44,7 +49,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 def demo(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Train a small model here, offline, < 60 s."""
+    """Train a small model here and verify its plan, offline, < 60 s."""
     from meshwright.training.config import load_config
 
     started = time.perf_counter()
@@ -52,16 +57,28 @@ def demo(
     processes = resolved.config.plan.processes
     require_torch()
     with stdout_to_stderr(active=json_output):
-        print(f" 1/2 machine   {_machine_line(inspect_machine(Path.cwd()))} → {processes} CPU processes")
-        print(f" 2/2 train     {resolved.config.model.source}, {resolved.config.train.stop_at}", flush=True)
+        print(f" 1/3 machine   {_machine_line(inspect_machine(Path.cwd()))} → {processes} CPU processes")
+        print(f" 2/3 train     {resolved.config.model.source}, {resolved.config.train.stop_at}", flush=True)
         from meshwright.launching import launch_config
 
         result = launch_config(resolved, json_output=json_output)
-        # Under torchrun or SLURM every rank runs this command, and only rank 0 has a result.
-        for line in _summary(result, seconds=time.perf_counter() - started) if result else ():
+        if not result:  # under torchrun or SLURM every rank runs this command, and only rank 0 has a result
+            return
+        for line in _training_lines(result):
+            print(line, flush=True)
+        from meshwright.launching.verify import SourceOptions, verify_loaded
+
+        verified = verify_loaded(
+            lambda overrides: load_config(None, overrides, built_in=DEMO, built_in_name="demo"),
+            SourceOptions(),
+        )
+        print(verify_line(verified, processes=processes))
+        for line in _last_lines(result, seconds=time.perf_counter() - started):
             print(line)
-    if json_output and result:
-        print_json({"train": result})
+    if json_output:
+        print_json({"train": result, "verify": verified.to_json()})
+    if not verified.ok:
+        raise typer.Exit(EXIT_VERIFY_FAILED)
 
 
 def _machine_line(machine: Machine) -> str:
@@ -69,9 +86,8 @@ def _machine_line(machine: Machine) -> str:
     return f"{machine.cores:g} cores, {machine.memory_bytes / 2**30:.0f} GiB, {gpus}"
 
 
-def _summary(result: Mapping[str, object], *, seconds: float) -> list[str]:
-    run_dir = Path(str(result["run_dir"]))
-    losses = read_losses(run_dir / "metrics.jsonl")
+def _training_lines(result: Mapping[str, object]) -> list[str]:
+    losses = read_losses(Path(str(result["run_dir"])) / "metrics.jsonl")
     peaks = result["peak_memory_bytes"]
     assert isinstance(peaks, list), "peak_memory_bytes has one figure a rank"
     return [
@@ -79,7 +95,23 @@ def _summary(result: Mapping[str, object], *, seconds: float) -> list[str]:
         f"   held-out {result['eval_loss']:.4f} nats a byte",
         f"     speed     {result['tokens_per_second']:,.0f} tokens/s   {result['step_seconds_median']:.3f} s "
         f"a step   peak {max(peaks) / 2**20:.0f} MiB a rank",
-        f"done in {seconds:.0f} s, kept in {run_dir}",
+    ]
+
+
+def verify_line(result: VerifyResult, *, processes: int | None) -> str:
+    """What the comparison found, in one line; the whole table where it failed."""
+    if not result.ok:
+        return f" 3/3 verify    failed\n{result.table()}"
+    loss, gradients = result.check("loss"), result.check("gradients")
+    return (
+        f" 3/3 verify    {processes} processes == 1 process   loss diff {loss.worst_relative:.1e}   "
+        f"{gradients.compared}/{gradients.compared} gradients ✓"
+    )
+
+
+def _last_lines(result: Mapping[str, object], *, seconds: float) -> list[str]:
+    return [
+        f"done in {seconds:.0f} s, kept in {result['run_dir']}",
         "now try   meshwright train my_script.py -n 2     meshwright learn 0     meshwright explain zero1",
     ]
 

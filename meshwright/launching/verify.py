@@ -11,7 +11,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,17 +151,24 @@ def verify_source(source: str, options: SourceOptions) -> VerifyResult:
     Raises:
         MeshwrightError: as `verify`; E100 for a source that cannot be read.
     """
-    _check_steps(options.steps)
     path, overrides = _read_source(source)
-    overrides += [*_plan_overrides(options.plan), f"plan.precision={options.precision}"]
-    first = load_config(path, overrides)
-    processes = options.processes or _processes_of(first.config)
+    return verify_loaded(lambda more: load_config(path, [*overrides, *more]), options)
+
+
+def verify_loaded(load: Callable[[Sequence[str]], Resolved], options: SourceOptions) -> VerifyResult:
+    """Compare a configuration, cut down where its model is a known architecture.
+
+    Args:
+        load: texts `a.b=c` -> the configuration with them.
+        options: see `SourceOptions`.
+    """
+    _check_steps(options.steps)
+    overrides = [*_plan_overrides(options.plan), f"plan.precision={options.precision}"]
+    first = load(overrides).config
+    processes = options.processes or _processes_of(first)
     overrides.append(f"plan.processes={processes}")
-    cut = [] if options.full else cut_overrides(first.config, processes=processes)
-    if path is None and not cut:
-        cut = [f"train.global_batch={processes * _DEFAULT_MICRO_BATCH * _DEFAULT_MICROBATCHES}"]
-        cut += [f"plan.micro_batch={_DEFAULT_MICRO_BATCH}"] if first.config.plan.micro_batch is None else []
-    resolved = load_config(path, [*overrides, *cut, *eps_override(first.config)])
+    cut = [] if options.full else cut_overrides(first, processes=processes)
+    resolved = load([*overrides, *cut, *eps_override(first)])
     return verify_config(resolved, processes=processes, steps=options.steps, is_cut=bool(cut))
 
 
@@ -232,7 +239,7 @@ def _plan_overrides(plan: str) -> list[str]:
 def _read_source(source: str) -> tuple[Path | None, list[str]]:
     """The run file of a source and the overrides that it stands for."""
     if source.startswith("py:"):
-        return None, [f"model.source={source}"]
+        return None, [f"model.source={source}"]  # its batch: see `cut_overrides`
     path = Path(source)
     if path.suffix == ".toml":
         return path, []

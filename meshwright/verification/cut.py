@@ -1,4 +1,4 @@
-"""A run file's model, cut down to what compares in seconds: the same code path, fewer and smaller layers. No torch.
+"""A run file's model and batch, cut to what compares in seconds: the same code path, fewer and smaller layers. No torch.
 
 Owns which sizes are cut and how far. Kept are the family, tying, the ratio of query to key/value heads, the ratio of
 feed-forward to width, and the number of micro-steps up to three.
@@ -33,11 +33,10 @@ def eps_override(config: RunConfig) -> list[str]:
 def cut_overrides(config: RunConfig, *, processes: int) -> list[str]:
     """Texts `a.b=c` that cut the model, the sequence and the batch of `config` for `processes` ranks.
 
-    A user's module (`py:`) stays as its function builds it, and so does its batch.
+    A user's module (`py:`) stays as its function builds it; its batch is cut alike.
     """
-    if not config.model.source.startswith("preset:"):
-        return []
-    return [*_model_sizes(config), *_batch_sizes(config, processes)]
+    known = config.model.source.startswith("preset:")
+    return [*(_model_sizes(config) if known else []), *_batch_sizes(config, processes)]
 
 
 def _model_sizes(config: RunConfig) -> list[str]:

@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli.demo import read_losses, sparkline
 from meshwright.cli.main import app
+from meshwright.verification.result import Check, VerifyResult, Wrong
 
 
 @pytest.fixture
@@ -27,8 +28,21 @@ def launched(monkeypatch, tmp_path):
             "peak_memory_bytes": [2**27, 2**28],
         }
 
+    def verify_loaded(load, options):
+        assert load(["plan.zero=2"]).config.plan.zero == 2
+        return compared(None)
+
     monkeypatch.setattr("meshwright.launching.launch_config", launch_config, raising=False)
+    monkeypatch.setattr("meshwright.launching.verify.verify_loaded", verify_loaded)
     return calls
+
+
+def compared(wrong):
+    checks = (
+        Check("loss", True, 3, worst_relative=2e-16),
+        Check("gradients", wrong is None, 21, num_wrong=0 if wrong is None else 1, first_wrong=wrong),
+    )
+    return VerifyResult(checks, "one process", "zero1x2", "gpt-nano", 3.0, {})
 
 
 def test_demo_trains_a_fixed_run_on_two_processes(launched, tmp_path):
@@ -40,16 +54,27 @@ def test_demo_trains_a_fixed_run_on_two_processes(launched, tmp_path):
     assert config.train.stop_at.unit == "steps"
     assert resolved.origins["plan.zero"] == "demo"
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(" 1/2 machine   ")
+    assert lines[0].startswith(" 1/3 machine   ")
     assert lines[0].endswith("→ 2 CPU processes")
     assert "loss      5.0000 █▆▃▁ 2.0000   held-out 2.2500 nats a byte" in result.stdout
     assert "12,346 tokens/s   0.050 s a step   peak 256 MiB a rank" in result.stdout
+    assert " 3/3 verify    2 processes == 1 process   loss diff 2.0e-16   21/21 gradients ✓" in lines
     assert f"kept in {tmp_path}" in result.stdout
+
+
+def test_a_demo_that_does_not_verify_says_so(launched, monkeypatch):
+    wrong = Wrong("gradients", "head.weight", 1, ranks=(0,), holders=(0, 1), ratio=2.0)
+    monkeypatch.setattr("meshwright.launching.verify.verify_loaded", lambda load, options: compared(wrong))
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 4
+    assert "first wrong head.weight: exactly 2.0000 x reference (step 1 on rank 0)" in result.stdout
 
 
 def test_demo_json(launched):
     result = CliRunner().invoke(app, ["demo", "--json"])
-    assert json.loads(result.stdout)["train"]["eval_loss"] == 2.25
+    value = json.loads(result.stdout)
+    assert value["train"]["eval_loss"] == 2.25
+    assert value["verify"]["ok"]
 
 
 def test_sparkline():
