@@ -30,7 +30,7 @@ DEMO: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "data": {"train": "stdlib", "seq_len": 128},
         "train": {
             "global_batch": 32,
-            "stop_at": "240 steps",
+            "stop_at": "160 steps",
             "seed": 1,
             "deterministic": True,
             "optimizer": {"name": "adamw", "lr": 3e-3},
