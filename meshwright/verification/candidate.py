@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.adapt import linear
+from meshwright.adapt import registry
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.ops import Group
@@ -26,6 +27,7 @@ from meshwright.layout.accounting import declared_calls
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
 from meshwright.training.step import Loss, StepResult, train_step
 from meshwright.training.task import DTYPES, Task, check_same_model
@@ -94,7 +96,8 @@ def build_rank(job: VerifyJob, task: Task, group: Group) -> CandidateRank:
         device=torch.device("cpu"),
         initialiser=task.initialiser,
     )
-    linear.install(task.model, engine)
+    kind = job.config.train.dropout
+    registry.install(task.model, engine, dropout_kind=kind)
     spec = OptimizerSpec(
         chosen.name, chosen.lr, chosen.weight_decay, chosen.betas, chosen.eps, chosen.momentum
     )
@@ -104,10 +107,15 @@ def build_rank(job: VerifyJob, task: Task, group: Group) -> CandidateRank:
         dp_size=group.size,
         dp_rank=group.index,
     )
+    state = TrainState(engine, ShardedOptimizer(spec, engine.shards))
+    if kind == "stateless":
+        state.randomness = stateless_randomness(
+            geometry, seed=job.config.train.seed, must_agree=partial(group.log.must_agree, group.axis)
+        )
     return CandidateRank(
         rank=group.ranks[group.index],
         engine=engine,
-        state=TrainState(engine, ShardedOptimizer(spec, engine.shards)),
+        state=state,
         batches=Batches(task.train_data, geometry, seed=job.config.train.seed),
         loss=task.loss,
         num_microbatches=plan.num_microbatches,
@@ -272,7 +280,8 @@ class _Candidate:
     def _declared(self) -> dict[str, int] | None:
         """Collectives of one step as the policy's formula has them, with the one small reduction."""
         engine, plan = self._rank.engine, self._job.plan
-        if engine.policy.shards_parameters and not self._reference.units_in_order:
+        out_of_order = engine.policy.shards_parameters and not self._reference.units_in_order
+        if out_of_order or self._reference.has_batch_norms:  # whose statistics are collectives too
             return None
         calls = dict(declared_calls(engine.policy, engine.units, num_microbatches=plan.num_microbatches))
         if self._group.size > 1:

@@ -1,4 +1,4 @@
-"""A run file's model and batch, cut to what compares in seconds: the same code path, fewer and smaller layers. No torch.
+"""A run file's model and batch, cut to what compares in seconds: the same code path, fewer and smaller layers.
 
 Owns which sizes are cut and how far. Kept are the family, tying, the ratio of query to key/value heads, the ratio of
 feed-forward to width, and the number of micro-steps up to three.

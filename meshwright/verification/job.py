@@ -64,6 +64,7 @@ class Reference:
         num_samples: length of the dataset: of one epoch.
         ties: groups of parameter names that are one tensor.
         units_in_order: whether every unit ran once a micro-step, in order of registration.
+        has_batch_norms: whether statistics of the batch are exchanged beside what the policy declares.
         clip_norm: limit of the gradient norm, low enough to act; None: no clipping.
         uncompared: names of module outputs in which samples have no rows of their own.
         peak_memory_bytes: of the process.
@@ -76,6 +77,7 @@ class Reference:
     num_samples: int
     ties: tuple[tuple[str, ...], ...]
     units_in_order: bool
+    has_batch_norms: bool
     clip_norm: float | None
     uncompared: tuple[str, ...]
     peak_memory_bytes: int

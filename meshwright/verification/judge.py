@@ -110,7 +110,7 @@ def _equality_check(name: str, compared: int, wrongs: Sequence[Wrong], ranks: Se
         "ties": "groups of names are still one tensor",
         "counts": "steps, declared = issued"
         if ranks[0].declared is not None
-        else "steps, the same on all ranks (units run out of order: no formula)",
+        else "steps, the same on all ranks (no formula: units out of order, or batch statistics)",
     }
     first = wrongs[0] if wrongs else None
     return Check(

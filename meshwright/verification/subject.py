@@ -154,13 +154,8 @@ def _value_digests(model: nn.Module) -> dict[str, tuple[object, ...]]:
 
 def check_same_loss(model: nn.Module, loss: Loss, batch: Any, *, job: VerifyJob) -> None:
     """Raise E802 unless the loss of one batch is the same twice, from equal copies and under one torch seed."""
-    values = []
-    for _ in range(2):
-        twin = copy.deepcopy(model).train()
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(job.config.train.seed)
-            total, count = loss(twin, batch)
-        values.append((float(total), float(count)))
+    seed = job.config.train.seed
+    values = [_loss_of_copy(model, loss, batch, seed=seed) for _ in range(2)]
     (first, first_count), (second, second_count) = values
     scale = max(abs(first), abs(second))
     if first_count == second_count and abs(first - second) <= _SAME_LOSS[job.plan.precision] * scale:
@@ -171,6 +166,20 @@ def check_same_loss(model: nn.Module, loss: Loss, batch: Any, *, job: VerifyJob)
         f"{second_count:g}: it is no function of (model, batch). Randomness must come from torch's generator; no "
         f"time, no counter outside the model, no numpy or random without a seed.",
     )
+
+
+def draws_random_numbers(model: nn.Module, loss: Loss, batch: Any) -> bool:
+    """Whether the loss of one batch depends on the seed of torch's generator, as it does with dropout."""
+    return _loss_of_copy(model, loss, batch, seed=1) != _loss_of_copy(model, loss, batch, seed=2)
+
+
+def _loss_of_copy(model: nn.Module, loss: Loss, batch: Any, *, seed: int) -> tuple[float, float]:
+    """(sum, count) of a training forward of a copy, so that the model's own state stays."""
+    twin = copy.deepcopy(model).train()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        total, count = loss(twin, batch)
+    return float(total), float(count)
 
 
 def batch_of(data: MapStyle, ids: list[int], *, precision: str) -> Any:

@@ -39,6 +39,7 @@ def reference():
         num_samples=100,
         ties=(("a", "b"),),
         units_in_order=True,
+        has_batch_norms=False,
         clip_norm=None,
         uncompared=(),
         peak_memory_bytes=1,

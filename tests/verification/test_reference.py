@@ -5,13 +5,14 @@ from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.testing.reference import run_reference as run_plain
 from meshwright.training.config import load_config
 from meshwright.verification.job import Functions, VerifyJob
-from meshwright.verification.reference import (
+from meshwright.verification.plain import (
     PlainRun,
     plain_optimizer,
     reversed_halves,
     reversed_whole,
-    run_reference,
+    swapped_halves,
 )
+from meshwright.verification.reference import run_reference
 from meshwright.verification.subject import batch_of, make_subject
 from tests.verification.models import Net, Rows, loss_of_labels
 
@@ -61,7 +62,7 @@ def test_backward_order_is_the_order_of_gradients(job, tmp_path):
     assert list(dict.fromkeys(modules)) == ["head", "blocks.1.0", "blocks.0.0", "embed"]
 
 
-@pytest.mark.parametrize("order", [reversed_halves, reversed_whole])
+@pytest.mark.parametrize("order", [reversed_halves, reversed_whole, swapped_halves])
 def test_another_order_is_the_same_training(job, order):
     """What noise is measured with covers every sample once, and its tensors are put back in order."""
     taken = {}
@@ -87,7 +88,7 @@ def test_another_order_is_the_same_training(job, order):
 
 
 def test_orders_hold_every_sample_once():
-    for order in (reversed_halves, reversed_whole):
+    for order in (reversed_halves, reversed_whole, swapped_halves):
         for size in (1, 2, 5):
             assert sorted(i for part in order(range(size)) for i in part) == list(range(size))
     assert [list(part) for part in reversed_halves(range(5))] == [[4, 3, 2], [1, 0]]

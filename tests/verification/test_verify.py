@@ -13,7 +13,7 @@ from meshwright.errors import ConfigError, ConfigErrors, PlanError, WorkerError
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from tests.parity.cover import pairwise
 from tests.verification import faults
-from tests.verification.models import Net, Peculiar, Rows, loss_of_labels, two_losses
+from tests.verification.models import Net, Noisy, Peculiar, Rows, loss_of_labels, two_losses
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,8 @@ SUBJECTS = {
     "gpt": (make_gpt, language_model_loss, Tokens()),
     "net": (Net, loss_of_labels, Rows()),
     "peculiar": (Peculiar, two_losses, Rows()),
+    "dropout": (lambda: Noisy(normalises=False), loss_of_labels, Rows()),
+    "batch_norm": (lambda: Noisy(normalises=True), loss_of_labels, Rows()),
 }
 FACTORS = {
     "subject": list(SUBJECTS),
@@ -72,8 +74,9 @@ def test_what_is_right_passes(case):
     assert all(result.check(name).compared > 0 for name in names)
     limit = {"fp64": 1e-12, "fp32": 1e-4}[case["precision"]]
     assert max(check.worst_relative for check in result.checks) < limit
-    # Both tied models: the two names are compared as one.
-    assert result.check("ties").compared == {"gpt": 1, "net": 1, "peculiar": 0}[case["subject"]]
+    assert result.check("ties").compared == (case["subject"] in ("gpt", "net"))
+    # The buffers of a batch normalisation follow the global micro-step.
+    assert result.check("buffers").compared == {"net": 2, "batch_norm": 6}.get(case["subject"], 0)
 
 
 def failing(inject, **options):

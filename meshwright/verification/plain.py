@@ -1,0 +1,252 @@
+"""A plain PyTorch loop on this process, which shares no code with the engine; its samples may run in another order.
+
+Owns the loop and what it hands on: gradients divided by the global count and before clipping, parameters and buffers
+after every step (parameters before the first too), optimizer state after the last, outputs of modules in every
+micro-step, losses and norms. Must not know ranks. Dropout masks are those of the product, as data is: which element is
+dropped is a part of what is computed. [Note: clip] The limit of the norm is lowered to half the first step's norm, so
+that clipping acts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.adapt.dropout import stateless
+from meshwright.comm.rng import MicroStep
+from meshwright.data.order import sample_ids
+from meshwright.errors import NumericsError
+from meshwright.sharding.units import find_units
+from meshwright.training.sections import OptimizerConfig
+from meshwright.verification.job import VerifyJob
+from meshwright.verification.observe import ModuleObserver, Rows
+from meshwright.verification.subject import batch_of, make_subject, materialise
+from meshwright.verification.tensors import Key
+
+# As torch.nn.utils.clip_grad_norm_.
+_CLIP_EPSILON = 1e-6
+
+# Samples of one micro-step -> the parts in which they run; positions may be in descending order.
+Order = Callable[[range], list[Sequence[int]]]
+
+
+def as_given(micro_step: range) -> list[Sequence[int]]:
+    """The whole micro-step at once, in order."""
+    return [micro_step]
+
+
+def reversed_halves(micro_step: range) -> list[Sequence[int]]:
+    """The second half, then the first, each backwards."""
+    cut = len(micro_step) // 2
+    return [part[::-1] for part in (micro_step[cut:], micro_step[:cut]) if len(part)]
+
+
+def swapped_halves(micro_step: range) -> list[Sequence[int]]:
+    """The second half, then the first."""
+    cut = len(micro_step) // 2
+    return [part for part in (micro_step[cut:], micro_step[:cut]) if len(part)]
+
+
+def reversed_whole(micro_step: range) -> list[Sequence[int]]:
+    """The whole micro-step at once, backwards."""
+    return [micro_step[::-1]]
+
+
+class Put(Protocol):
+    """Where a run's tensors go."""
+
+    def __call__(self, key: Key, tensor: Tensor, *, order: int, start: int, rows: Rows) -> None:
+        """Take a tensor, or its samples from row `start` on."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Which samples each micro-step holds: the law written out, without ranks."""
+
+    job: VerifyJob
+    num_samples: int
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """(step, micro-step), both from 0."""
+        for step in range(self.job.steps):
+            for microbatch in range(self.job.plan.num_microbatches):
+                yield step, microbatch
+
+    def ids(self, step: int, microbatch: int) -> list[int]:
+        """Dataset indices of a micro-step."""
+        plan = self.job.plan
+        size = plan.global_batch // plan.num_microbatches
+        position = step * plan.global_batch + microbatch * size
+        seed = self.job.config.train.seed
+        return sample_ids(position, size, num_samples=self.num_samples, seed=seed).tolist()
+
+
+class PlainRun:
+    """One training on this process; `put` gets its tensors, `order` says in which order samples run."""
+
+    def __init__(self, job: VerifyJob, *, put: Put, order: Order, rows: dict[str, Rows]) -> None:
+        self._job = job
+        self._put = put
+        self._order = order
+        self._rows = rows
+        task = make_subject(job)
+        self._loss, self._data = task.loss, task.train_data
+        self._stream = Stream(job, len(task.train_data))
+        self._model = materialise(task).train()
+        self._observer = ModuleObserver(self._model)
+        self._units = list(find_units(self._model))
+        self._optimizer = plain_optimizer(self._model, job.config.train.optimizer)
+        self.clip_norm = job.config.train.clip_norm
+        self.losses: list[float] = []
+        self.uncompared: set[str] = set()
+        self.units_in_order = True
+
+    def train(self, clip_norm: float | None = None) -> None:
+        """All steps. `clip_norm` is the limit; None chooses it (see [Note: clip])."""
+        chooses = clip_norm is None and self.clip_norm is not None
+        self.clip_norm = self.clip_norm if chooses else clip_norm
+        for name, parameter in self._model.named_parameters():
+            self._tensor("parameters", 0, name, parameter, order=0)
+        for step in range(self._job.steps):
+            self._optimizer.zero_grad(set_to_none=True)
+            loss_sum, count = self._accumulate(step)
+            if not math.isfinite(loss_sum) or not count:
+                raise NumericsError(
+                    "E601",
+                    f"the reference's loss of step {step + 1} is {loss_sum:g} over {count:g} elements on one "
+                    f"process; there is nothing to compare with. Look at the data and the learning rate.",
+                )
+            norm = self._normalise(step, count)
+            if chooses and step == 0 and norm > 0:
+                assert self.clip_norm is not None, "a limit is lowered only where there is one"
+                self.clip_norm = min(self.clip_norm, norm / 2)
+            self._scalar("loss", step, loss_sum / count)
+            self._scalar("grad_norm", step, norm)
+            self.losses.append(loss_sum / count)
+            self._clip(norm)
+            self._optimizer.step()
+            self._put_state(step + 1)
+
+    def _accumulate(self, step: int) -> tuple[float, float]:
+        loss_sum, count = 0.0, 0.0
+        for microbatch in range(self._job.plan.num_microbatches):
+            ids = self._stream.ids(step, microbatch)
+            for positions in self._order(range(len(ids))):
+                chosen = [ids[position] for position in positions]
+                batch = batch_of(self._data, chosen, precision=self._job.plan.precision)
+                sink = self._activation_sink(step, microbatch, positions)
+                with self._randomness(step, microbatch, positions):
+                    with self._observer.forward(sink):
+                        part, part_count = self._loss(self._model, batch)
+                    if part.requires_grad:
+                        part.backward()
+                self._watch_units()
+                loss_sum, count = loss_sum + float(part.detach()), count + float(part_count)
+        return loss_sum, count
+
+    def _randomness(
+        self, step: int, microbatch: int, positions: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """Dropout masks of these samples' places in the batch: they are a part of what is computed."""
+        if self._job.config.train.dropout != "stateless":
+            return nullcontext()
+        plan = self._job.plan
+        size = plan.global_batch // plan.num_microbatches
+        first = microbatch * size + min(positions)
+        return stateless(MicroStep(self._job.config.train.seed, step, first, len(positions), size))
+
+    def _activation_sink(
+        self, step: int, microbatch: int, positions: Sequence[int]
+    ) -> Callable[[str, Tensor], None]:
+        num_seen = 0
+        backwards = positions[0] > positions[-1]
+
+        def sink(name: str, tensor: Tensor) -> None:
+            nonlocal num_seen
+            num_seen += 1
+            rows = self._rows.get(name)
+            if rows is None or not rows.fits(tensor.shape, len(positions)):
+                self.uncompared.add(name)
+                return
+            start = 0
+            if rows.dim is not None:
+                start = min(positions) * rows.per_sample
+                tensor = _backwards(tensor, rows, len(positions)) if backwards else tensor
+            self._put(
+                ("activations", step + 1, microbatch, name), tensor, order=num_seen, start=start, rows=rows
+            )
+
+        return sink
+
+    def _watch_units(self) -> None:
+        places = [self._observer.order.get(name, -1) for name in self._units]
+        once = all(self._observer.calls(name) == 1 for name in self._units)
+        self.units_in_order = self.units_in_order and once and places == sorted(places)
+
+    def _normalise(self, step: int, count: float) -> float:
+        """Divide gradients by the count, hand them on, and return their norm."""
+        square, last = 0.0, len(self._observer.order)
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None:
+                continue
+            parameter.grad.div_(count)
+            square += float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
+            self._tensor(
+                "gradients", step + 1, name, parameter.grad, order=last - self._place(name)
+            )  # backward order
+        return square**0.5
+
+    def _clip(self, norm: float) -> None:
+        if self.clip_norm is None:
+            return
+        factor = min(1.0, self.clip_norm / (norm + _CLIP_EPSILON))
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def _put_state(self, step: int) -> None:
+        """Parameters and buffers after each step, optimizer state after the last."""
+        for name, parameter in self._model.named_parameters():
+            place = self._place(name)
+            self._tensor("parameters", step, name, parameter, order=place)
+            state = self._optimizer.state.get(parameter, {}) if step == self._job.steps else {}
+            for part, value in state.items():
+                if isinstance(value, Tensor):
+                    self._tensor("optimizer", step, f"{name} {part}", value, order=place)
+        for name, buffer in self._model.named_buffers():
+            self._tensor("buffers", step, name, buffer, order=self._place(name))
+
+    def _place(self, name: str) -> int:
+        return self._observer.order.get(name.rpartition(".")[0], 0)
+
+    def _scalar(self, check: str, step: int, value: float) -> None:
+        self._tensor(check, step + 1, check, torch.tensor(value, dtype=torch.float64), order=0)
+
+    def _tensor(self, check: str, step: int, name: str, value: Tensor, *, order: int) -> None:
+        self._put((check, step, -1, name), value.detach(), order=order, start=0, rows=Rows(None))
+
+
+def _backwards(tensor: Tensor, rows: Rows, num_samples: int) -> Tensor:
+    """Samples of an output in the opposite order; the rows of one sample keep theirs."""
+    assert rows.dim is not None, "an output without samples has no order of samples"
+    apart = tensor.unflatten(rows.dim, (num_samples, rows.per_sample))
+    return apart.flip(rows.dim).flatten(rows.dim, rows.dim + 1)
+
+
+def plain_optimizer(model: nn.Module, chosen: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's optimizer, parameter by parameter; matrices decay and vectors do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": chosen.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if chosen.name == "sgd":
+        return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum, foreach=False)
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[chosen.name]
+    return kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, foreach=False)
