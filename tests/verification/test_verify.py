@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import tempfile
 import time
 
 import pytest
@@ -150,12 +151,17 @@ def test_samples_that_were_not_read():
     assert failing(faults.seed_per_rank).first_wrong.check == "data"
 
 
-def test_a_fault_that_raises_is_a_worker_error():
+def test_a_fault_that_raises_is_a_worker_error_and_its_logs_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     def inject(rank):
         raise RuntimeError("injected")
 
     with pytest.raises(WorkerError, match="injected"):
         meshwright.verify(*SUBJECTS["net"], processes=2, inject=inject)
+    (folder,) = tmp_path.glob("meshwright-verify-*")
+    assert "injected" in (folder / "candidate/logs/rank0.log").read_text()
+    assert not list(folder.glob("*.bin"))
 
 
 # Bad input.
