@@ -33,7 +33,7 @@ from meshwright.verification.signatures import Sizes
 
 if TYPE_CHECKING:
     from meshwright.comm.mesh import World
-    from meshwright.verification.candidate import CandidateRank
+    from meshwright.verification.rank import CandidateRank
 
 DEFAULT_PROCESSES = 4
 DEFAULT_STEPS = 3
@@ -113,17 +113,22 @@ def verify(
         ConfigError: E111, E112, E801, E802 about the model, loss or data.
         WorkerError: a process died or raised.
     """
+    job = job_of(Functions(build, loss, data), plan=plan, processes=processes, options=options)
+    return run_job(job, model=f"as build() makes it, {job.steps} steps")
+
+
+def job_of(functions: Functions, *, plan: str, processes: int, options: VerifyOptions) -> VerifyJob:
+    """The comparison that `verify` runs; raises as it does before any process starts."""
     config = _config_of_functions(plan, processes, options)
     steps = options.get("steps", DEFAULT_STEPS)
     _check_steps(steps)
-    job = VerifyJob(
+    return VerifyJob(
         config=config,
         plan=plan_of(config, world_size=processes),
         steps=steps,
-        functions=Functions(build, loss, data),
+        functions=functions,
         inject=options.get("inject"),
     )
-    return run_job(job, model=f"as build() makes it, {steps} steps")
 
 
 def _config_of_functions(plan: str, processes: int, options: VerifyOptions) -> RunConfig:
@@ -212,14 +217,21 @@ def run_job(job: VerifyJob, *, model: str) -> VerifyResult:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+    return result_of(job, reference, ranks, model=model, seconds=time.perf_counter() - started)
+
+
+def result_of(
+    job: VerifyJob, reference: Reference, ranks: Sequence[RankReport], *, model: str, seconds: float
+) -> VerifyResult:
+    """The judgement of what workers measured; `model` is words for the result."""
     precision = {"fp64": "float64", "fp32": "float32"}[job.plan.precision]
     sizes = Sizes(job.plan.mesh.dp, job.plan.num_microbatches, job.steps, job.plan.policy.name)
     return VerifyResult(
         checks=judge(reference, ranks, sizes),
         reference=f"one process, {precision}",
-        candidate=f"{job.plan.describe()} on {world_size} CPU processes (gloo)",
+        candidate=f"{job.plan.describe()} on {job.plan.mesh.world_size} CPU processes (gloo)",
         model=model,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         peak_memory_bytes={
             "reference": reference.peak_memory_bytes,
             "candidate": sum(report.peak_memory_bytes for report in ranks),

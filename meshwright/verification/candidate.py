@@ -8,7 +8,6 @@ is gathered. Must not judge. Runs on CPU processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,41 +28,17 @@ from meshwright.training.clip import clip_coefficient
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
-from meshwright.training.step import Loss, StepResult, train_step
+from meshwright.training.step import StepResult, train_step
 from meshwright.training.task import DTYPES, Task, check_same_model
 from meshwright.training.tree import cast_batch
 from meshwright.verification.job import RankReport, Reference, Samples, VerifyJob
 from meshwright.verification.observe import ModuleObserver
+from meshwright.verification.rank import CandidateRank
 from meshwright.verification.store import Comparer
 from meshwright.verification.subject import WatchedData, make_subject, peak_memory, tensor_digest
 from meshwright.verification.tensors import Key
 
 _WATCHDOG_SECONDS = 120.0
-
-
-@dataclass
-class CandidateRank:
-    """What a rank trains with; `inject` gets it before training and may change anything in it.
-
-    A fault is committed by patching: a method of `engine`, `state.optimizer` or `batches` (an attribute of the
-    instance shadows the class), the memory of a parameter, a forward hook, or by giving `loss` another value.
-    Everything that is compared is read through these objects by code that a fault does not reach.
-
-    Attributes:
-        rank: global rank.
-        engine: the sharded model; `engine.model`, `engine.group`, `engine.shards`, `engine.memories`.
-        state: step counter and optimizer.
-        batches: this rank's samples by step and micro-step.
-        loss: (model, batch) -> (sum, count).
-        num_microbatches: micro-steps of a step; a fault may lower it on every rank.
-    """
-
-    rank: int
-    engine: ShardingEngine
-    state: TrainState
-    batches: Batches
-    loss: Loss
-    num_microbatches: int
 
 
 def run_candidate(
@@ -80,9 +55,14 @@ def run_candidate(
     try:
         with Watchdog(log, limit_seconds=_WATCHDOG_SECONDS, folder=run_dir, world_size=world.size):
             group = Mesh(job.plan.mesh, world, log=log, device=device).group("dp")
-            return _Candidate(job, reference, path, group=group).run()
+            return measure_rank(job, reference, path, group=group)
     finally:
         disconnect()
+
+
+def measure_rank(job: VerifyJob, reference: Reference, path: Path, *, group: Group) -> RankReport:
+    """What `run_candidate` does, on ranks that are connected already."""
+    return _Candidate(job, reference, path, group=group).run()
 
 
 def build_rank(job: VerifyJob, task: Task, group: Group) -> CandidateRank:

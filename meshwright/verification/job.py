@@ -11,7 +11,7 @@ from meshwright.training.config import RunConfig
 from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
 
 if TYPE_CHECKING:
-    from meshwright.verification.candidate import CandidateRank
+    from meshwright.verification.rank import CandidateRank
 
 
 @dataclass(frozen=True)

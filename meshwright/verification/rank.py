@@ -1,0 +1,35 @@
+"""What one rank of the run under test trains with, and where faults are committed. Must not know the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.data.batches import Batches
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.state import TrainState
+from meshwright.training.step import Loss
+
+
+@dataclass
+class CandidateRank:
+    """What a rank trains with; `inject` gets it before training and may change anything in it.
+
+    A fault is committed by patching: a method of `engine`, `state.optimizer` or `batches` (an attribute of the
+    instance shadows the class), the memory of a parameter, a forward hook, or by giving `loss` another value.
+    Everything that is compared is read through these objects by code that a fault does not reach.
+
+    Attributes:
+        rank: global rank.
+        engine: the sharded model; `engine.model`, `engine.group`, `engine.shards`, `engine.memories`.
+        state: step counter and optimizer.
+        batches: this rank's samples by step and micro-step.
+        loss: (model, batch) -> (sum, count).
+        num_microbatches: micro-steps of a step; a fault may lower it on every rank.
+    """
+
+    rank: int
+    engine: ShardingEngine
+    state: TrainState
+    batches: Batches
+    loss: Loss
+    num_microbatches: int
