@@ -241,6 +241,13 @@ CATALOGUE = (
         "Take randomness from torch's generator; no time, no global counter, no other generator without a seed.",
     ),
     CodeEntry(
+        "E803",
+        "a fault that cannot be committed here",
+        "A silent fault of the registry was asked for by a name that it has not, or for a plan or model without what "
+        "the fault breaks.",
+        "The message names what is missing: a policy, several micro-steps, tied weights, another fault.",
+    ),
+    CodeEntry(
         "W101",
         "a setting has no effect",
         "A key was set that the chosen optimizer, schedule or packing never reads.",

@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.launching import WorkerContext
 from meshwright.launching.worker import enable_dumps
 from meshwright.mesh import MeshSpec
-from meshwright.testing.faults import FAULTS, FaultRule, commit, faulty_group
+from meshwright.testing.faults.network import FAULTS, FaultRule, commit, faulty_group
 
 NUM_STEPS = 20
 LIMIT_SECONDS = 2.0

@@ -50,7 +50,8 @@ def test_killed_rank_is_named_first_and_peers_are_consequences(tmp_path, assert_
 def test_exception_shows_its_last_frames_and_the_full_trace_is_in_the_log(tmp_path, assert_none_left) -> None:
     error = _fail(targets.faulty("raise", 1, 3), tmp_path)
     assert (error.code, error.exit_code) == ("E401", 5)
-    start = "rank 1 raised meshwright.testing.faults.InjectedError: injected before operation 3 of rank 1 at step 3"
+    raised = "rank 1 raised meshwright.testing.faults.network.InjectedError"
+    start = f"{raised}: injected before operation 3 of rank 1 at step 3"
     assert error.message.startswith(start)
     assert "in commit" in error.message
     log = tmp_path / "logs" / "rank1.log"

@@ -5,7 +5,14 @@ import torch
 
 from meshwright.comm import ops
 from meshwright.comm.log import CommLog
-from meshwright.testing.faults import FAULTS, FaultRule, FaultyTransport, InjectedError, commit, faulty_group
+from meshwright.testing.faults.network import (
+    FAULTS,
+    FaultRule,
+    FaultyTransport,
+    InjectedError,
+    commit,
+    faulty_group,
+)
 
 
 def test_every_fault_has_a_public_source_and_known_codes() -> None:

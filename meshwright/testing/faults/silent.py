@@ -1,0 +1,164 @@
+"""What a silent fault is: a way to be wrong that raises nothing, and the place where one is committed.
+
+Owns the values and the draw of a site. A fault is committed by shadowing methods of the objects that one candidate rank
+trains with (its engine, buckets, transport, optimizer, samples, loss, modules), never anything that compares and
+nothing that outlives them. Knows no single fault.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshwright.errors import ConfigError
+from meshwright.verification.candidate import CandidateRank
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a model a fault may be committed.
+
+    Attributes:
+        name: of a bucket, parameter, buffer or module; empty: everywhere.
+        tensors: what `verify` may name for it: parameters, buffers or modules; empty: anything.
+        ranks: on which ranks; empty: on any.
+    """
+
+    name: str = ""
+    tensors: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place and time, the same on all ranks.
+
+    Attributes:
+        rank: global rank, for faults of one rank.
+        other: another rank.
+        step: optimizer step, from 1.
+        microbatch: micro-step, from 0.
+        place: where in the model.
+    """
+
+    rank: int
+    other: int
+    step: int
+    microbatch: int
+    place: Place
+
+
+def everywhere(_candidate: CandidateRank) -> tuple[Place, ...]:
+    """The places of a fault that has none."""
+    return (Place(),)
+
+
+@dataclass(frozen=True)
+class SilentFault:
+    """A way to compute something else without any error.
+
+    Attributes:
+        name: in the registry.
+        theme: kind of fault, for tables.
+        description: what happens.
+        source: public report of this kind of fault: `owner/repository#number`, or an address.
+        expected: checks of `verify` that may be the first to fail.
+        inject: commits it on one rank; all ranks call it with the same site.
+        needs: conditions on plan, model and data: names in `NEEDS`.
+        places: where in the model it may be committed.
+        first_step: earliest step at which it has an effect.
+        spare_steps: steps that must follow, because the effect comes later.
+    """
+
+    name: str
+    theme: str
+    description: str
+    source: str
+    expected: tuple[str, ...]
+    inject: Callable[[CandidateRank, Site], None]
+    needs: tuple[str, ...] = ()
+    places: Callable[[CandidateRank], Sequence[Place]] = everywhere
+    first_step: int = 1
+    spare_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Need:
+    """A condition: in words, and as a test of a rank where that is possible before training."""
+
+    words: str
+    holds: Callable[[CandidateRank], bool] = lambda _candidate: True
+
+
+def _policy(*names: str) -> Callable[[CandidateRank], bool]:
+    return lambda candidate: candidate.engine.policy.name in names
+
+
+def _ranks(number: int) -> Callable[[CandidateRank], bool]:
+    return lambda candidate: candidate.engine.group.size >= number
+
+
+NEEDS: Mapping[str, Need] = MappingProxyType(
+    {
+        "2 ranks": Need("2 ranks", _ranks(2)),
+        "ddp": Need("policy ddp", _policy("ddp")),
+    }
+)
+
+
+def draw_site(fault: SilentFault, candidate: CandidateRank, *, seed: int, steps: int) -> Site:
+    """A random site of `fault`: the same on every rank for the same seed.
+
+    Args:
+        fault: which.
+        candidate: a rank before training.
+        seed: of the draw.
+        steps: how many steps are compared.
+
+    Raises:
+        ConfigError: E803 where plan or model do not meet the fault's needs.
+    """
+    _check_needs(fault, candidate, steps)
+    places = fault.places(candidate)
+    if not places:
+        raise ConfigError(
+            "E803",
+            f"fault {fault.name!r} finds no place in {type(candidate.engine.model).__name__} under "
+            f"{candidate.engine.policy.name}. It needs {_words(fault)}.",
+        )
+    draw = random.Random(f"{fault.name} {seed}")
+    place = draw.choice(list(places))
+    ranks = candidate.engine.group.ranks
+    rank = draw.choice(place.ranks or ranks)
+    return Site(
+        rank=rank,
+        other=draw.choice([other for other in ranks if other != rank] or [rank]),
+        step=draw.randint(fault.first_step, steps - fault.spare_steps),
+        microbatch=draw.randrange(candidate.num_microbatches),
+        place=place,
+    )
+
+
+def _check_needs(fault: SilentFault, candidate: CandidateRank, steps: int) -> None:
+    missing = [NEEDS[need].words for need in fault.needs if not NEEDS[need].holds(candidate)]
+    if steps < fault.first_step + fault.spare_steps:
+        missing.append(f"{fault.first_step + fault.spare_steps} steps")
+    if missing:
+        engine = candidate.engine
+        raise ConfigError(
+            "E803",
+            f"fault {fault.name!r} cannot be committed in {type(engine.model).__name__} under {engine.policy.name} on "
+            f"{engine.group.size} ranks with {candidate.num_microbatches} micro-steps and {steps} steps: it needs "
+            f"{' and '.join(missing)}.",
+        )
+
+
+def _words(fault: SilentFault) -> str:
+    return " and ".join(NEEDS[need].words for need in fault.needs) or "another model"
+
+
+def patch(owner: object, method: str, make: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
+    """Shadow `owner.method` by what `make` makes of it, on this instance only; its class keeps its own."""
+    vars(owner)[method] = make(getattr(owner, method))
