@@ -182,6 +182,13 @@ CATALOGUE = (
         "torch's CPU generator before the forward runs again.",
     ),
     CodeEntry(
+        "E220",
+        "an exchange algorithm that cannot do this",
+        "No algorithm of this name exists, or it does not carry out this collective: a tree has no all-to-all, a ring "
+        "no broadcast.",
+        "Take an algorithm that the message names; meshwright draw --collective NAME shows each.",
+    ),
+    CodeEntry(
         "E401",
         "a worker died or raised",
         "The first rank that failed is named; others wait for it and are ended, which is a consequence.",

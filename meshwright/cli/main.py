@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import config, demo, doctor, explain, learn, train, verify
+from meshwright.cli import config, demo, doctor, draw, explain, learn, train, verify
 from meshwright.cli.output import print_error
 from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, MeshwrightError
 
@@ -45,6 +45,7 @@ app.command(name="train", context_settings={"ignore_unknown_options": True})(tra
 app.command(name="demo")(demo.demo)
 app.command(name="verify")(verify.verify)
 app.add_typer(config.app, name="config")
+app.command(name="draw")(draw.draw)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="learn")(learn.learn)
 app.command(name="explain")(explain.explain)

@@ -13,7 +13,7 @@ ROWS = (
     ("errors",),
     ("mesh",),
     ("presets",),
-    ("layout",),
+    ("layout", "exchange"),
     ("comm",),
     ("sharding",),
     ("adapt",),
