@@ -72,7 +72,7 @@ def ours(
     engine = ShardingEngine(
         workload.model(),
         policy=find_policy(policy, bucket_bytes=bucket_bytes),
-        group=mesh.group("dp"),
+        groups=mesh.data_groups(),
         device=torch.device("cpu"),
     )
     linear.install(engine.model, engine)

@@ -156,9 +156,12 @@ class CommLog:
         self.in_flight.pop(sequence, None)
         struct.pack_into("<d", self._map, _PROGRESSED, now)
 
-    def digest(self, axis: str) -> int:
-        """A 20-bit number that equals that of the peers when all issued the same calls over `axis`."""
-        return self._digests.get(axis, 0) & 0xFFFFF
+    def digest(self, *axes: str) -> int:
+        """A 20-bit number that equals that of the peers when all issued the same calls over each of `axes`."""
+        together = self._digests.get(axes[0], 0)
+        for axis in axes[1:]:
+            together = zlib.crc32(self._digests.get(axis, 0).to_bytes(4, "little"), together)
+        return together & 0xFFFFF
 
     def progress(self, phase: str, step: int | None = None) -> None:
         """Tell watchers what this rank does now, e.g. `data`, `forward`, and at which step."""

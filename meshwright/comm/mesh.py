@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.log import CommLog
-from meshwright.comm.ops import Group
+from meshwright.comm.ops import DataGroups, Group, alone
 from meshwright.comm.transports.base import Transport
 from meshwright.comm.transports.gloo import GlooTransport
 from meshwright.comm.transports.nccl import NcclTransport
@@ -154,12 +154,29 @@ class Mesh:
         self.device = device
         self.log = log
         self.coordinates = spec.coordinates(world.rank)
-        sets = axis_sets or {"dp": DATA_AXES}
+        sets = axis_sets or self._data_axes()
         self._groups = {name: self._make_group(name, axes) for name, axes in sets.items()}
 
     def group(self, name: str) -> Group:
         """The group called `name`, e.g. `dp`: every rank over which a replicated gradient is summed."""
         return self._groups[name]
+
+    def data_groups(self) -> DataGroups:
+        """The data-parallel ranks as the mesh factors them: dp_replicate copies, each over dp_shard x cp ranks."""
+        everyone = self.group("dp")
+        copies = self.spec.size("dp_replicate")
+        if copies == 1:
+            return DataGroups.of(everyone)
+        if copies == everyone.size:
+            return DataGroups(everyone, alone("dp_shard", everyone), everyone)
+        return DataGroups(everyone, self.group("dp_shard"), self.group("dp_replicate"))
+
+    def _data_axes(self) -> dict[str, tuple[str, ...]]:
+        copies, everyone = self.spec.size("dp_replicate"), self.spec.size(*DATA_AXES)
+        if copies in (1, everyone):
+            return {"dp": DATA_AXES}
+        shard = tuple(name for name in DATA_AXES if name != "dp_replicate")
+        return {"dp": DATA_AXES, "dp_shard": shard, "dp_replicate": ("dp_replicate",)}
 
     def _make_group(self, name: str, axes: Sequence[str]) -> Group:
         ranks = self.spec.peers(self.rank, axes)

@@ -42,6 +42,36 @@ class Group:
         return len(self.ranks)
 
 
+@dataclass(frozen=True)
+class DataGroups:
+    """The data-parallel ranks, and how they divide a copy of the model.
+
+    Attributes:
+        all: every data-parallel rank: samples are cut over it, and what a step agrees on is summed over it.
+        shard: ranks that together hold one copy.
+        replicate: ranks that hold the same part of different copies.
+    """
+
+    all: Group
+    shard: Group
+    replicate: Group
+
+    @classmethod
+    def of(cls, group: Group) -> DataGroups:
+        """One copy over all of `group`."""
+        return cls(group, group, alone("dp_replicate", group))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the distinct axes, for the log."""
+        return tuple(dict.fromkeys((self.all.axis, self.shard.axis, self.replicate.axis)))
+
+
+def alone(axis: str, group: Group) -> Group:
+    """This rank of `group` by itself."""
+    return Group(axis, (group.ranks[group.index],), 0, None, group.log)
+
+
 class Handle:
     """An operation in flight; `wait` before using its result. A second `wait` does nothing."""
 

@@ -90,7 +90,7 @@ def one_step(mesh: Any, num_microbatches: int) -> tuple[list[str], int]:
 
     for number, parameter in enumerate(model.parameters()):  # these hooks run before the engine's own
         parameter.register_post_accumulate_grad_hook(lambda _, number=number: note(f"gradient {number}"))
-    engine = ShardingEngine(model, policy=DDP, group=mesh.group("dp"), device=torch.device("cpu"))
+    engine = ShardingEngine(model, policy=DDP, groups=mesh.data_groups(), device=torch.device("cpu"))
     accumulate_gradients(
         engine, lambda k: model(samples(mesh.rank, k)).square().sum(), num_microbatches=num_microbatches
     )

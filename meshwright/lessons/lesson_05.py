@@ -81,7 +81,7 @@ def one_step(mesh: Any, name: str) -> tuple[dict[str, int], Counter[str], int]:
     """One step on this rank: bytes it keeps, collectives it issued, bytes it sent for them."""
     model = build_model(PRESET.family, asdict(PRESET))
     group, policy = mesh.group("dp"), find_policy(name, bucket_bytes=MIB)
-    engine = ShardingEngine(model, policy=policy, group=group, device=torch.device("cpu"))
+    engine = ShardingEngine(model, policy=policy, groups=mesh.data_groups(), device=torch.device("cpu"))
     optimizer = ShardedOptimizer(OptimizerSpec(), engine.shards)
     batch = dict.fromkeys(("tokens", "labels"), torch.randint(PRESET.vocab_size, (2, 32)))
     accumulate_gradients(engine, lambda _: language_model_loss(model, batch)[0], num_microbatches=A)

@@ -67,7 +67,7 @@ def check_parity(pool: RankPool, policy: str, *, num_ranks: int, num_microbatche
 
 def _train_on_rank(mesh: Any, policy: str, num_microbatches: int) -> dict[str, Any]:
     engine = ShardingEngine(
-        _model(), policy=find_policy(policy), group=mesh.group("dp"), device=torch.device("cpu")
+        _model(), policy=find_policy(policy), groups=mesh.data_groups(), device=torch.device("cpu")
     )
     state = TrainState(engine, ShardedOptimizer(_SPEC, engine.shards))
     results = [
@@ -85,7 +85,7 @@ def _train_on_rank(mesh: Any, policy: str, num_microbatches: int) -> dict[str, A
     ]
     pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
     for shard in engine.shards:
-        piece = (shard.piece.start, shard.piece.stop, shard.parameter.detach().clone())
+        piece = (shard.piece.start, shard.piece.stop, shard.parameter.detach().flatten().clone())
         pieces.setdefault(shard.name, []).append(piece)
     return {
         "losses": [result.loss for result in results],

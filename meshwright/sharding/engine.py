@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import ops
-from meshwright.comm.ops import Group
+from meshwright.comm.ops import DataGroups, Group
 from meshwright.errors import PlanError
 from meshwright.layout.bucket import Piece, Unit, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
@@ -52,7 +52,8 @@ class ShardParameter:
         name: of the logical parameter.
         shape: of the logical parameter.
         piece: which flat elements this rank owns.
-        parameter: 1-D view of this rank's memory; its `.grad` is a view of the summed gradient.
+        parameter: view of this rank's memory; its `.grad` is a view of the summed gradient. It has the logical
+            shape where ranks hold whole parameters (ddp, one shard), else it is 1-D.
         gradient: that view.
     """
 
@@ -64,12 +65,12 @@ class ShardParameter:
 
 
 class ShardingEngine:
-    """Shards `model` over `group` by `policy`; the model is changed in place and its class is not.
+    """Shards `model` over `groups` by `policy`; the model is changed in place and its class is not.
 
     Args:
         model: any module; parameters may be on the meta device if `initialiser` can draw them.
         policy: a row of the table.
-        group: the data-parallel ranks.
+        groups: the data-parallel ranks; `engine.group` is all of them.
         device: where the memory lives.
         initialiser: values of meta parameters.
     """
@@ -79,18 +80,20 @@ class ShardingEngine:
         model: nn.Module,
         *,
         policy: ShardingPolicy,
-        group: Group,
+        groups: DataGroups,
         device: torch.device,
         initialiser: Initialiser | None = None,
     ) -> None:
         self.model = model
         self.policy = policy
-        self.group = group
+        self.groups = groups
+        self.group: Group = groups.all
         self.device = device
-        self.units = plan_units(model, policy, group.size)
+        self._owners = groups.shard if policy.shards_optimizer else groups.all
+        self.units = plan_units(model, policy, self._owners.size)
         parameters = dict(model.named_parameters())
         self._names = list(parameters)
-        index = group.index
+        index = self._owners.index
         self._unit_memories = [
             [BucketMemory(bucket, parameters, policy, index) for bucket in unit.buckets]
             for unit in self.units
@@ -152,10 +155,12 @@ class ShardingEngine:
             specs = {spec.name: spec for spec in memory.bucket.parameters}
             for piece in memory.pieces():
                 where = slice(piece.offset, piece.offset + piece.stop - piece.start)
-                view = nn.Parameter(memory.weight_shard[where])
-                gradient = memory.gradient_shard[where]
+                spec = specs[piece.name]
+                shape = spec.shape if memory.holds_whole else (piece.stop - piece.start,)
+                view = nn.Parameter(memory.weight_shard[where].view(shape))
+                gradient = memory.gradient_shard[where].view(shape)
                 view.grad = gradient
-                self.shards.append(ShardParameter(piece.name, specs[piece.name].shape, piece, view, gradient))
+                self.shards.append(ShardParameter(piece.name, spec.shape, piece, view, gradient))
 
     def _make_gatherer(self, model: nn.Module) -> Gatherer:
         units = [
@@ -165,7 +170,7 @@ class ShardingEngine:
         return Gatherer(
             units,
             find_units(model),
-            self.group,
+            self.groups.shard,
             pools=self._weight_pools,
             keep_last=self.policy.keep_last,
             finish_unit=self._finish_unit,
@@ -212,7 +217,7 @@ class ShardingEngine:
         """After the optimizer: gather updated weights where the policy says so."""
         if self.policy.after_step != "all_gather":
             return
-        handles = [memory.start_update(self.group) for memory in self._trained]
+        handles = [memory.start_update(self.groups.shard) for memory in self._trained]
         for handle in handles:
             handle.wait()
 
@@ -284,8 +289,10 @@ class ShardingEngine:
                 result["gradients"] += memory.gradients.untyped_storage().nbytes()
         result["weights"] += _pool_bytes(self._weight_pools)
         result["pool"] = _pool_bytes(self._gradient_pools)
-        if self.group.transport is not None:
-            result["communication"] = self.group.transport.scratch_bytes
+        distinct = {id(group): group for group in (self.group, self.groups.shard, self.groups.replicate)}
+        for group in distinct.values():
+            if group.transport is not None:
+                result["communication"] += group.transport.scratch_bytes
         return result
 
     # Gradients.
@@ -357,7 +364,7 @@ class ShardingEngine:
             memory.reduction = ops.all_reduce(memory.gradients, self.group, cause=cause)
         else:
             memory.reduction = ops.reduce_scatter(
-                memory.reduced_part, memory.gradients, self.group, cause=cause
+                memory.reduced_part, memory.gradients, self.groups.shard, cause=cause
             )
         self._in_flight.append(memory)
         if self.policy.shards_optimizer:

@@ -90,6 +90,11 @@ class BucketMemory:
         size = self.bucket.numel // self.owner_count
         return slice(self.owner_index * size, (self.owner_index + 1) * size)
 
+    @property
+    def holds_whole(self) -> bool:
+        """Whether ranks own whole parameters, never a part of one."""
+        return self.owner_count == 1
+
     def pieces(self) -> list[Piece]:
         """The parts of parameters that this rank updates."""
         return self.bucket.owned(self.owner_index, self.owner_count)

@@ -144,7 +144,7 @@ class Run:
         engine = ShardingEngine(
             self.task.model,
             policy=self.plan.policy,
-            group=self.group,
+            groups=self.mesh.data_groups(),
             device=self.device,
             initialiser=self.task.initialiser,
         )

@@ -144,7 +144,7 @@ def _accumulate(engine: ShardingEngine, loss: Loss, batch: Any, *, divisor: floa
 def _agree(engine: ShardingEngine, local: Tensor) -> _Agreed:
     """The one small reduction of a step."""
     group = engine.group
-    digest = group.log.digest(group.axis)
+    digest = group.log.digest(*engine.groups.axes)
     head = [*local.tolist(), float(engine.norm_squared()), float(digest), float(digest * digest)]
     payload = torch.cat([torch.tensor(head, dtype=torch.float64), engine.used_mask()]).to(engine.device)
     ops.all_reduce(payload, group, cause="step reduction").wait()

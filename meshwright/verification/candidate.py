@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.adapt import registry
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
-from meshwright.comm.ops import Group
+from meshwright.comm.ops import DataGroups
 from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
@@ -54,25 +54,25 @@ def run_candidate(
     connect(world, device=device, timeout_seconds=2 * _WATCHDOG_SECONDS)
     try:
         with Watchdog(log, limit_seconds=_WATCHDOG_SECONDS, folder=run_dir, world_size=world.size):
-            group = Mesh(job.plan.mesh, world, log=log, device=device).group("dp")
-            return measure_rank(job, reference, path, group=group)
+            groups = Mesh(job.plan.mesh, world, log=log, device=device).data_groups()
+            return measure_rank(job, reference, path, groups=groups)
     finally:
         disconnect()
 
 
-def measure_rank(job: VerifyJob, reference: Reference, path: Path, *, group: Group) -> RankReport:
+def measure_rank(job: VerifyJob, reference: Reference, path: Path, *, groups: DataGroups) -> RankReport:
     """What `run_candidate` does, on ranks that are connected already."""
-    return _Candidate(job, reference, path, group=group).run()
+    return _Candidate(job, reference, path, groups=groups).run()
 
 
-def build_rank(job: VerifyJob, task: Task, group: Group) -> CandidateRank:
+def build_rank(job: VerifyJob, task: Task, groups: DataGroups) -> CandidateRank:
     """The product path from a task to a state that can be trained."""
-    plan, chosen = job.plan, job.config.train.optimizer
+    plan, chosen, group = job.plan, job.config.train.optimizer, groups.all
     check_same_model(task.model, group)
     engine = ShardingEngine(
         task.model,
         policy=plan.policy,
-        group=group,
+        groups=groups,
         device=torch.device("cpu"),
         initialiser=task.initialiser,
     )
@@ -105,14 +105,14 @@ def build_rank(job: VerifyJob, task: Task, group: Group) -> CandidateRank:
 class _Candidate:
     """Trains one rank and collects its report."""
 
-    def __init__(self, job: VerifyJob, reference: Reference, path: Path, *, group: Group) -> None:
+    def __init__(self, job: VerifyJob, reference: Reference, path: Path, *, groups: DataGroups) -> None:
         self._job = job
         self._reference = reference
-        self._group = group
+        self._group = groups.all
         task = make_subject(job)
         self._names = dict(task.model.named_parameters())
         self._data = WatchedData(task.train_data)
-        self._rank = build_rank(job, task, group)
+        self._rank = build_rank(job, task, groups)
         self._rank.batches.dataset = self._data
         self._rank.engine.model.train()
         if job.inject is not None:  # before the observer, whose hooks must see what a fault does to an output

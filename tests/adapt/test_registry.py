@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.adapt import registry
 from meshwright.adapt.dropout import stateless
+from meshwright.comm.ops import DataGroups
 from meshwright.comm.rng import MicroStep
 from meshwright.data.index_law import BatchGeometry, rank_range
 from meshwright.errors import PlanError, WorkerError
@@ -114,7 +115,10 @@ def _loss(case: Case) -> Any:
 def _candidate(mesh: Any, case: Case) -> dict[str, Any]:
     model, group = _build(case), mesh.group("dp")
     engine = ShardingEngine(
-        model, policy=find_policy(case.policy, bucket_bytes=4096), group=group, device=torch.device("cpu")
+        model,
+        policy=find_policy(case.policy, bucket_bytes=4096),
+        groups=DataGroups.of(group),
+        device=torch.device("cpu"),
     )
     registry.install(model, engine)
     geometry = BatchGeometry(GLOBAL_BATCH, case.accumulate, dp_size=group.size, dp_rank=group.index)
@@ -135,7 +139,9 @@ def _candidate(mesh: Any, case: Case) -> dict[str, Any]:
         )
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    pieces = [(s.name, s.piece.start, s.piece.stop, s.parameter.detach().clone()) for s in engine.shards]
+    pieces = [
+        (s.name, s.piece.start, s.piece.stop, s.parameter.detach().flatten().clone()) for s in engine.shards
+    ]
     return {"losses": losses, "norms": norms, "pieces": pieces, "buffers": dict(model.named_buffers())}
 
 
@@ -210,7 +216,9 @@ def _unlike(mesh: Any, difference: str) -> str:
         return nn.functional.dropout(y, 0.2).sum(), len(x)
 
     model = nn.Linear(3, 3)
-    engine = ShardingEngine(model, policy=find_policy("ddp"), group=group, device=torch.device("cpu"))
+    engine = ShardingEngine(
+        model, policy=find_policy("ddp"), groups=DataGroups.of(group), device=torch.device("cpu")
+    )
     randomness = stateless_randomness(
         BatchGeometry(4, 1, dp_size=group.size, dp_rank=group.index),
         seed=SEED,
@@ -235,7 +243,9 @@ def test_ranks_that_drop_otherwise_are_found(ranks, difference: str, outcome: st
 
 def _engine(model: nn.Module) -> ShardingEngine:
     group = local_mesh().group("dp")
-    return ShardingEngine(model, policy=find_policy("ddp"), group=group, device=torch.device("cpu"))
+    return ShardingEngine(
+        model, policy=find_policy("ddp"), groups=DataGroups.of(group), device=torch.device("cpu")
+    )
 
 
 def test_undo_puts_every_module_back() -> None:
@@ -257,7 +267,9 @@ def test_warnings_of_all_adaptations() -> None:
 def _refused(mesh: Any, kind: Any) -> str:
     model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8), nn.BatchNorm1d(4))
     group = mesh.group("dp")
-    engine = ShardingEngine(model, policy=find_policy("ddp"), group=group, device=torch.device("cpu"))
+    engine = ShardingEngine(
+        model, policy=find_policy("ddp"), groups=DataGroups.of(group), device=torch.device("cpu")
+    )
     try:
         registry.install(model, engine, dropout_kind=kind)
     except PlanError as error:

@@ -47,7 +47,7 @@ def _loss(model: Any, inputs: Tensor) -> tuple[Tensor, int]:
 
 def _state(mesh: Any, model: nn.Module, policy: str, **changes: Any) -> TrainState:
     row = dataclasses.replace(find_policy(policy), bucket_bytes=BUCKET_BYTES, **changes)
-    engine = ShardingEngine(model, policy=row, group=mesh.group("dp"), device=torch.device("cpu"))
+    engine = ShardingEngine(model, policy=row, groups=mesh.data_groups(), device=torch.device("cpu"))
     return TrainState(engine, ShardedOptimizer(OptimizerSpec("sgd"), engine.shards))
 
 

@@ -58,7 +58,7 @@ def candidate(mesh: Any, case: Case) -> dict[str, Any]:
     engine = ShardingEngine(
         model,
         policy=find_policy(case.policy, bucket_bytes=4096),
-        group=mesh.group("dp"),
+        groups=mesh.data_groups(),
         device=torch.device("cpu"),
         initialiser=lambda name, start, stop, _dtype: values[name][start:stop],
     )
@@ -91,11 +91,19 @@ def candidate(mesh: Any, case: Case) -> dict[str, Any]:
         norms.append(result.grad_norm)
         gradients.append(
             [
-                (s.name, s.piece.start, s.piece.stop, s.gradient.clone(), s.parameter.grad is not None)
+                (
+                    s.name,
+                    s.piece.start,
+                    s.piece.stop,
+                    s.gradient.flatten().clone(),
+                    s.parameter.grad is not None,
+                )
                 for s in engine.shards
             ]
         )
-    pieces = [(s.name, s.piece.start, s.piece.stop, s.parameter.detach().clone()) for s in engine.shards]
+    pieces = [
+        (s.name, s.piece.start, s.piece.stop, s.parameter.detach().flatten().clone()) for s in engine.shards
+    ]
     return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": pieces}
 
 

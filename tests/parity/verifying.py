@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.launching.verify import result_of
 from meshwright.layout.plan import TrainPlan
 from meshwright.testing.ranks import RankPool
@@ -105,8 +106,9 @@ def _reference(_mesh: Any, job: VerifyJob, path: Path) -> Reference:
 
 
 def _candidate(mesh: Any, job: VerifyJob, reference: Reference, path: Path) -> RankReport:
+    bound = Mesh(job.plan.mesh, mesh.world, log=mesh.log, device=mesh.device)
     with restored():
-        return measure_rank(job, reference, path, group=mesh.group("dp"))
+        return measure_rank(job, reference, path, groups=bound.data_groups())
 
 
 @contextmanager

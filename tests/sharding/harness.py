@@ -27,7 +27,7 @@ Pieces = list[tuple[str, int, int, Tensor]]
 def make_engine(mesh: Any, model: nn.Module, policy: str, **changes: Any) -> ShardingEngine:
     """`changes` replace fields of the policy's row."""
     row = dataclasses.replace(find_policy(policy), **changes)
-    return ShardingEngine(model, policy=row, group=mesh.group("dp"), device=CPU)
+    return ShardingEngine(model, policy=row, groups=mesh.data_groups(), device=CPU)
 
 
 def make_state(mesh: Any, model: nn.Module, policy: str, spec: OptimizerSpec, **changes: Any) -> TrainState:
@@ -47,11 +47,13 @@ def accumulate(engine: ShardingEngine, loss: RankLoss, rank: int, num_microbatch
 
 
 def gradient_pieces(engine: ShardingEngine) -> Pieces:
-    return [(s.name, s.piece.start, s.piece.stop, s.gradient.clone()) for s in engine.shards]
+    return [(s.name, s.piece.start, s.piece.stop, s.gradient.flatten().clone()) for s in engine.shards]
 
 
 def parameter_pieces(engine: ShardingEngine) -> Pieces:
-    return [(s.name, s.piece.start, s.piece.stop, s.parameter.detach().clone()) for s in engine.shards]
+    return [
+        (s.name, s.piece.start, s.piece.stop, s.parameter.detach().flatten().clone()) for s in engine.shards
+    ]
 
 
 def assemble(ranks: list[Pieces]) -> dict[str, Tensor]:

@@ -176,7 +176,7 @@ def _from_meta(mesh, policy: str):
         return draw(initial[name], seed=7, name=name, start=start, stop=stop, dtype=dtype)
 
     engine = ShardingEngine(
-        model, policy=find_policy(policy), group=mesh.group("dp"), device=CPU, initialiser=initialiser
+        model, policy=find_policy(policy), groups=mesh.data_groups(), device=CPU, initialiser=initialiser
     )
     assert model.head.weight is model.token_embedding.weight
     with engine.evaluation():
@@ -207,7 +207,7 @@ def _frozen_from_meta(mesh, policy: str) -> Tensor:
         return torch.arange(start, stop, dtype=dtype).sin()
 
     engine = ShardingEngine(
-        model, policy=find_policy(policy), group=mesh.group("dp"), device=CPU, initialiser=initialiser
+        model, policy=find_policy(policy), groups=mesh.data_groups(), device=CPU, initialiser=initialiser
     )
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in Frozen().parameters()]
     with engine.evaluation():

@@ -33,12 +33,12 @@ def _pieces(mesh, policy: str) -> list:
     engine = ShardingEngine(
         model,
         policy=find_policy(policy),
-        group=mesh.group("dp"),
+        groups=mesh.data_groups(),
         device=torch.device("cpu"),
         initialiser=reset_initialiser(model, 5),
     )
     assert torch.equal(model.norm.running_var, torch.ones(7))
-    return [(s.name, s.piece.start, s.parameter.detach().clone()) for s in engine.shards]
+    return [(s.name, s.piece.start, s.parameter.detach().flatten().clone()) for s in engine.shards]
 
 
 @pytest.mark.parametrize("policy", ["ddp", "zero3"])

@@ -59,7 +59,9 @@ def _step(
 def _unequal_step(mesh, policy: str, num_valid: list[list[int]], clip_norm: float | None) -> tuple[Any, ...]:
     state = make_state(mesh, _network(), policy, SPEC)
     result = _step(state, mesh.rank, num_valid, clip_norm=clip_norm)
-    gradients = [(s.name, s.piece.start, s.piece.stop, s.gradient.clone()) for s in state.engine.shards]
+    gradients = [
+        (s.name, s.piece.start, s.piece.stop, s.gradient.flatten().clone()) for s in state.engine.shards
+    ]
     return result, gradients, state.step, state.tokens
 
 
