@@ -64,6 +64,16 @@ class WorkerError(MeshwrightError):
     exit_code = EXIT_WORKER_FAILED
 
 
+class CheckpointError(MeshwrightError):
+    """E5xx: a checkpoint of another model, one that is damaged or missing, or state that it cannot hold."""
+
+
+class SaveError(CheckpointError):
+    """E504: a checkpoint could not be written, so the run stops while the ones before it are valid."""
+
+    exit_code = EXIT_WORKER_FAILED
+
+
 class NumericsError(MeshwrightError):
     """E6xx: a loss or gradient is not a finite number."""
 

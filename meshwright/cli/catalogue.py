@@ -223,6 +223,42 @@ CATALOGUE = (
         "On Windows use WSL: wsl --install, then install inside it.",
     ),
     CodeEntry(
+        "E501",
+        "a checkpoint of another model",
+        "Names or shapes of its parameters and buffers are not those of the model that is to go on. The message groups "
+        "them by pattern and names the key of `model` that explains it, where one does.",
+        "Set the model's keys as they were when the checkpoint was written, or start a new run.",
+    ),
+    CodeEntry(
+        "E502",
+        "a damaged checkpoint",
+        "A file of it is missing, has another size, or its checksum is not the one in the manifest: a disk lied, a "
+        "copy was cut, or somebody changed it. Nothing of it was loaded.",
+        "--resume auto takes the newest checkpoint that is whole; `meshwright ckpt ls RUN` shows which ones are.",
+    ),
+    CodeEntry(
+        "E503",
+        "no checkpoint",
+        "The place given to --resume or ckpt holds no complete checkpoint: a run folder has them in "
+        "`ckpt/step-NNNNNNNN`.",
+        "Give a run folder or one checkpoint of it; `meshwright ckpt ls RUN` lists them. Set save.every to write some.",
+    ),
+    CodeEntry(
+        "E504",
+        "a checkpoint cannot be written",
+        "The disk is full, a quota is reached, or the folder may not be written to. The run stops, for a run that "
+        "silently saves nothing is worth less; checkpoints before this one are complete.",
+        "Make room, lower save.keep, or set save.dir to another disk; then go on with --resume auto.",
+    ),
+    CodeEntry(
+        "E505",
+        "state that this checkpoint or run cannot hold",
+        "Optimizer state that nobody would take on loading, of another update rule, or of a kind that cannot be cut "
+        "along with its parameter. It is never dropped in silence.",
+        "Go on with the optimizer and the trained parameters that were saved; or export the weights, import them as a "
+        "checkpoint of step 0 and start from there.",
+    ),
+    CodeEntry(
         "E601",
         "loss or gradient is not a finite number",
         "The step was not applied: the weights are those of the step before.",

@@ -233,7 +233,13 @@ class ShardingEngine:
                 if self._gatherer is not None:
                     self._gatherer.finish_evaluation()
 
-    # What the training step reads.
+    # What the training step and checkpoints read.
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This rank's number among the ranks that hold the same shards, and how many they are."""
+        alike = self.groups.replicate if self.policy.shards_optimizer else self.group
+        return alike.index, alike.size
 
     @property
     def parameter_names(self) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.errors import CheckpointError
 from meshwright.sharding.engine import ShardParameter
 
 
@@ -79,6 +80,33 @@ class ShardedOptimizer:
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         self.torch_optimizer.step()
+
+    def state_of(self, shard: ShardParameter) -> dict[str, torch.Tensor]:
+        """State of one piece by slot: as large as the piece, or one number (0-dim) for the whole parameter.
+
+        Raises:
+            CheckpointError: E505 for state that is no tensor.
+        """
+        if self.torch_optimizer is None:
+            return {}
+        state = {
+            slot: value
+            for slot, value in self.torch_optimizer.state.get(shard.parameter, {}).items()
+            if value is not None
+        }
+        for slot, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    "E505",
+                    f"optimizer state {slot!r} of {shard.name!r} is a {type(value).__name__}; only tensors can be "
+                    f"saved and cut anew. Keep it as a 0-dim tensor, as torch's optimizers do.",
+                )
+        return state
+
+    def load_state(self, shard: ShardParameter, state: dict[str, torch.Tensor]) -> None:
+        """Put back what `state_of` gave, here or on another mesh."""
+        assert self.torch_optimizer is not None, f"{shard.name} has no optimizer"
+        self.torch_optimizer.state[shard.parameter] = state
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank, step counts included."""

@@ -1,0 +1,255 @@
+"""Between a run's state and checkpoints: which flat pieces this rank writes, and where loaded ones go.
+
+Owns what belongs to a checkpoint: parameters as the optimizer holds them, optimizer state by parameter, persistent
+buffers, states of generators, and the few numbers of `TrainState`. Must not know files or the order of saves. What
+several ranks hold alike is written once, spread over them by elements.
+
+Simplification: buffers that a model does not count as its state (`persistent=False`) are left to its constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.manifest import Kind, LogicalTensor
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.writer import Item
+from meshwright.comm import ops
+from meshwright.errors import CheckpointError
+from meshwright.sharding.engine import ShardingEngine, ShardParameter
+from meshwright.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """Flat elements [start, start + values.numel()) of a parameter or buffer on this rank.
+
+    Attributes:
+        kind: what it is.
+        name: of the whole tensor.
+        shape: of the whole tensor.
+        start: first flat element.
+        values: the memory itself, 1-D where it is a piece.
+        shard: what the optimizer sees of it, if it is trained.
+    """
+
+    kind: Kind
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+    shard: ShardParameter | None = None
+
+
+def items_to_save(state: TrainState) -> list[Item]:
+    """What this rank writes."""
+    engine = state.engine
+    items = []
+    for owned, first, last in _share(_sharded(engine), *engine.replica):
+        items.append(_item(owned, first, last))
+        if owned.shard is not None:
+            items += _state_items(owned.shard, state.optimizer.state_of(owned.shard), first, last)
+    group = engine.group
+    items += [_item(*part) for part in _share(_replicated(engine), group.index, group.size)]
+    return items + _generator_items(engine)
+
+
+def expected_tensors(engine: ShardingEngine) -> list[tuple[Kind, str, tuple[int, ...]]]:
+    """Kind, name and shape of every parameter and persistent buffer of the model."""
+    wanted: list[tuple[Kind, str, tuple[int, ...]]] = [
+        ("parameter", name, tuple(parameter.shape)) for name, parameter in engine.model.named_parameters()
+    ]
+    return wanted + [("buffer", name, tuple(buffer.shape)) for name, buffer in _buffers(engine.model)]
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters to the name under which they are saved."""
+    first: dict[nn.Parameter, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) != name:
+            found[name] = first[parameter]
+    return found
+
+
+def _sharded(engine: ShardingEngine) -> list[_Owned]:
+    """Pieces of parameters in buckets: the trained ones, and frozen ones where weights are sharded."""
+    owned = [
+        _Owned(
+            "parameter", shard.name, shard.shape, shard.piece.start, shard.parameter.detach().view(-1), shard
+        )
+        for shard in engine.shards
+    ]
+    for memory in engine.memories:
+        if memory.bucket.trainable:
+            continue
+        shapes = {spec.name: spec.shape for spec in memory.bucket.parameters}
+        for piece in memory.pieces():
+            values = memory.weight_shard[piece.offset : piece.offset + piece.stop - piece.start]
+            owned.append(_Owned("parameter", piece.name, shapes[piece.name], piece.start, values))
+    return owned
+
+
+def _replicated(engine: ShardingEngine) -> list[_Owned]:
+    """What every rank holds whole: parameters of no bucket, and buffers."""
+    bucketed = {parameter for memory in engine.memories for parameter in memory.parameters}
+    named: list[tuple[Kind, str, Tensor]] = [
+        ("parameter", name, parameter.detach())
+        for name, parameter in engine.model.named_parameters()
+        if parameter not in bucketed
+    ]
+    named += [("buffer", name, buffer.detach()) for name, buffer in _buffers(engine.model)]
+    return [_Owned(kind, name, tuple(values.shape), 0, values) for kind, name, values in named]
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            yield name, buffer
+
+
+def _share(owned: Sequence[_Owned], index: int, count: int) -> Iterator[tuple[_Owned, int, int]]:
+    """Of pieces that `count` ranks hold alike, the elements [first, last) that rank number `index` writes."""
+    total = sum(item.values.numel() for item in owned)
+    low, high = index * total // count, (index + 1) * total // count
+    position = 0
+    for item in owned:
+        first, last = max(low - position, 0), min(high - position, item.values.numel())
+        position += item.values.numel()
+        if first < last:
+            yield item, item.start + first, item.start + last
+
+
+def _item(owned: _Owned, first: int, last: int) -> Item:
+    values = owned.values.reshape(-1)[first - owned.start : last - owned.start]
+    return Item(owned.kind, owned.name, "", owned.shape, first, values)
+
+
+def _state_items(shard: ShardParameter, state: dict[str, Tensor], first: int, last: int) -> Iterator[Item]:
+    """Optimizer state of elements [first, last); what is one for the parameter goes with its first element."""
+    piece = shard.piece
+    for slot, value in state.items():
+        flat = value.detach().reshape(-1)
+        if value.dim() and flat.numel() == piece.stop - piece.start:
+            part = flat[first - piece.start : last - piece.start]
+            yield Item("optimizer", shard.name, slot, _state_shape(shard), first, part)
+        elif first == 0:
+            yield Item("optimizer", shard.name, slot, tuple(value.shape), 0, flat)
+
+
+def _state_shape(shard: ShardParameter) -> tuple[int, ...]:
+    """Shape of state that lies as the parameter does; never (), which is one number for all of it."""
+    return shard.shape or (1,)
+
+
+def _generator_items(engine: ShardingEngine) -> list[Item]:
+    return [
+        Item("generator", name, "", tuple(value.shape), 0, value)
+        for name, value in _generator_states(engine).items()
+    ]
+
+
+def _generator_states(engine: ShardingEngine) -> dict[str, Tensor]:
+    rank = engine.group.log.rank
+    states = {f"{rank} cpu": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        states[f"{rank} cuda"] = torch.cuda.get_rng_state(engine.device)
+    return states
+
+
+def load_items(state: TrainState, reader: CheckpointReader) -> None:
+    """Put a checkpoint into this rank's memory: only the intervals that it owns are read.
+
+    The model has been checked to be the same (`checkpoint/compare.py`). Collective: weights that ranks hold beyond
+    their shards are gathered, and loaded optimizer state is counted.
+
+    Raises:
+        CheckpointError: E502 for a damaged file, E505 for optimizer state that nobody takes.
+    """
+    engine = state.engine
+    _check_optimizer(state, reader)
+    with torch.no_grad():
+        for owned in (*_sharded(engine), *_replicated(engine)):
+            _fill(owned.values, reader, reader.model_tensor(owned.name), owned.start)
+        count = sum(_load_state(state, shard, reader) for shard in engine.shards)
+        engine.finish_step()
+    numbers = torch.tensor([float(count)], dtype=torch.float64, device=engine.device)
+    ops.all_reduce(numbers, engine.group, cause="count optimizer state").wait()
+    stored = sum(
+        tensor.numel for tensors in reader.manifest.optimizer.values() for tensor in tensors if tensor.shape
+    )
+    loaded = int(numbers.item()) // engine.replica[1]
+    assert loaded == stored, f"{loaded:,} elements of optimizer state were loaded of {stored:,}"
+
+
+def _check_optimizer(state: TrainState, reader: CheckpointReader) -> None:
+    """E505 where saved optimizer state would be dropped: it must never be lost in silence."""
+    trained = {
+        name
+        for memory in state.engine.memories
+        if memory.bucket.trainable
+        for name in (spec.name for spec in memory.bucket.parameters)
+    }
+    lost = [name for name in reader.manifest.optimizer if name not in trained]
+    if lost:
+        raise CheckpointError(
+            "E505",
+            f"{reader.path} holds optimizer state of {len(lost)} parameters that are not trained now, e.g. "
+            f"{lost[0]!r}. Train them again, or export the weights and import them as a new start: meshwright ckpt "
+            f"export, meshwright ckpt import.",
+        )
+
+
+def _fill(values: Tensor, reader: CheckpointReader, tensor: LogicalTensor, start: int) -> None:
+    if values.is_contiguous():
+        reader.read_into(tensor, values.view(-1), start=start)
+        return
+    flat = torch.empty(values.numel(), dtype=values.dtype)
+    reader.read_into(tensor, flat, start=start)
+    values.copy_(flat.view(values.shape))
+
+
+def _load_state(state: TrainState, shard: ShardParameter, reader: CheckpointReader) -> int:
+    """Load the state of one piece; the number of elements, numbers of whole parameters left out."""
+    loaded, count = {}, 0
+    for tensor in reader.manifest.optimizer.get(shard.name, ()):
+        dtype = getattr(torch, tensor.dtype)
+        if tensor.shape == _state_shape(shard):
+            value = torch.empty_like(shard.parameter, dtype=_state_dtype(dtype, shard.parameter))
+            reader.read_into(tensor, value.view(-1), start=shard.piece.start)
+            count += value.numel()
+        else:
+            value = torch.empty(tensor.shape, dtype=dtype, device=shard.parameter.device)
+            reader.read_into(tensor, value.view(-1))
+            count += value.numel() if tensor.shape else 0
+        loaded[tensor.slot] = value
+    if loaded:
+        state.optimizer.load_state(shard, loaded)
+    return count
+
+
+def _state_dtype(saved: torch.dtype, parameter: Tensor) -> torch.dtype:
+    """Moments follow the parameter's type, as torch makes them; other types stay."""
+    return parameter.dtype if saved.is_floating_point else saved
+
+
+def load_generators(engine: ShardingEngine, reader: CheckpointReader) -> bool:
+    """Put back the generators of this rank; whether the checkpoint has them for just these ranks."""
+    manifest = reader.manifest
+    if manifest.world_size != engine.group.size or not manifest.generators:
+        return False
+    for name, now in _generator_states(engine).items():
+        saved = manifest.generators.get(name)
+        if saved is None:
+            return False
+        reader.read_into(saved, now)
+        if name.endswith("cuda"):
+            torch.cuda.set_rng_state(now, engine.device)
+        else:
+            torch.set_rng_state(now)
+    return True
