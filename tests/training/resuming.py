@@ -105,8 +105,18 @@ class Rank:
         return result.loss, seen
 
 
-def make_rank(mesh: Any, model: str, optimizer: str, policy: str, accumulate: int = 1) -> Rank:
+def make_rank(
+    mesh: Any,
+    model: str,
+    optimizer: str,
+    policy: str,
+    accumulate: int = 1,
+    *,
+    frozen: tuple[str, ...] = (),
+) -> Rank:
     module = build(model)
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
     engine = ShardingEngine(
         module,
         policy=find_policy(policy, bucket_bytes=4096),
@@ -118,9 +128,7 @@ def make_rank(mesh: Any, model: str, optimizer: str, policy: str, accumulate: in
     geometry = BatchGeometry(GLOBAL_BATCH, accumulate, mesh.world.size, mesh.rank)
     state = TrainState(engine, ShardedOptimizer(SPECS[optimizer], engine.shards))
     log = mesh.group("dp").log
-    state.randomness = stateless_randomness(
-        geometry, seed=SEED, must_agree=partial(log.must_agree, "dp")
-    )
+    state.randomness = stateless_randomness(geometry, seed=SEED, must_agree=partial(log.must_agree, "dp"))
     return Rank(state, geometry, model, accumulate)
 
 
