@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.transports.base import Work
+from meshwright.comm.transports.scratch import ScratchBuffers
 
 # Below: all-to-all and broadcasts win; above: point-to-point does.
 POINT_TO_POINT_BYTES = 4 << 20
@@ -148,41 +149,3 @@ class GlooTransport:
                 total.add_(part)
             torch.add(total, received[-1], out=output)
         self._scratch.give(scratch)
-
-
-class ScratchBuffers:
-    """Receive buffers kept for reuse: as many as were ever in flight at once, each as large as was ever asked."""
-
-    def __init__(self) -> None:
-        self._all: list[Tensor] = []
-        self._free: list[Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in self._all)
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of `numel` elements with unspecified values."""
-        nbytes = numel * dtype.itemsize
-        large_enough = [buffer for buffer in self._free if buffer.numel() >= nbytes]
-        if large_enough:
-            buffer = min(large_enough, key=Tensor.numel)
-            self._remove(self._free, buffer)
-        else:
-            if self._free:  # replace a buffer that is too small instead of keeping both
-                smaller = self._free.pop()
-                self._remove(self._all, smaller)
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-            self._all.append(buffer)
-        return buffer[:nbytes].view(dtype)
-
-    def give(self, taken: Tensor) -> None:
-        """Return what `take` gave."""
-        address = taken.data_ptr()
-        self._free.append(next(buffer for buffer in self._all if buffer.data_ptr() == address))
-
-    @staticmethod
-    def _remove(buffers: list[Tensor], buffer: Tensor) -> None:
-        position = next(i for i, other in enumerate(buffers) if other is buffer)
-        del buffers[position]
