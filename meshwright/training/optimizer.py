@@ -7,7 +7,7 @@ no communication inside it. Weight decay applies to matrices and not to vectors 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,7 @@ class ShardedOptimizer:
         ]
         self.torch_optimizer = make_optimizer(spec, groups) if groups else None
 
-    def step(self, *, lr: float, used: set[str]) -> None:
+    def step(self, *, lr: float, used: Set[str]) -> None:
         """Update every piece of the parameters named in `used` from its gradient."""
         if self.torch_optimizer is None:
             return

@@ -13,7 +13,8 @@ different collectives, and whatever they computed is wrong: the step raises inst
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +52,36 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class _Agreed:
+class Agreed:
+    """What all ranks know of a step after its one small reduction.
+
+    Attributes:
+        loss_sum: sum of the loss over all micro-steps and ranks.
+        count: of what was summed, the same way.
+        norm: of the normalised gradient over all logical parameters, before clipping.
+        correction: what the accumulated gradient must be multiplied by to be normalised: expected / global count.
+        used: parameters that got a gradient on some rank.
+    """
+
     loss_sum: float
     count: float
-    norm_squared: float
-    used: set[str]
+    norm: float
+    correction: float
+    used: frozenset[str]
+
+    @property
+    def loss(self) -> float:
+        """Global sum / global count."""
+        return self.loss_sum / self.count
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are numbers, so that the update may be made."""
+        return math.isfinite(self.loss_sum) and math.isfinite(self.norm)
+
+    def scale(self, clip_norm: float | None) -> float:
+        """The one factor that normalises the gradient and clips its norm; 0 where it is not finite."""
+        return clip_coefficient(self.norm, clip_norm) * self.correction if self.is_finite else 0.0
 
 
 def train_step(
@@ -81,38 +107,91 @@ def train_step(
         NumericsError: E602 when the loss counted nothing on any rank.
         WorkerError: E404 when ranks issued different collectives.
     """
-    engine, log = state.engine, state.engine.group.log
-    log.progress("forward and backward", state.step)
-    engine.start_step()
-    local = torch.zeros(2, dtype=torch.float64)
+    agreed = accumulate(state, micro_batch, loss=loss, num_microbatches=num_microbatches)
+    scale = agreed.scale(clip_norm)
+    if agreed.is_finite:
+        state.engine.group.log.progress("optimizer")
+        state.engine.scale_gradients(scale)
+        state.optimizer.step(lr=lr, used=agreed.used)
+        state.engine.finish_step()
+    advance(state, agreed)
+    return StepResult(agreed.loss, int(agreed.count), agreed.norm, agreed.is_finite, scale)
+
+
+# The pieces of a step, which a user's own loop calls one by one.
+
+
+def accumulate(
+    state: TrainState, micro_batch: Callable[[int], Any], *, loss: Loss, num_microbatches: int
+) -> Agreed:
+    """Forward and backward of all micro-steps, up to what the ranks agree on; the update is still to be made."""
+    log = state.engine.group.log
+    tally = start_step(state)
     for microbatch in range(num_microbatches):
         log.progress("data")
         batch = micro_batch(microbatch)
         log.progress("forward and backward")
-        last = microbatch == num_microbatches - 1
         with state.randomness(state.step, microbatch):
-            local += _accumulate(engine, loss, batch, divisor=state.expected_count, last=last)
-    log.progress("step reduction")
-    agreed = _agree(engine, local)
-    if agreed.count <= 0:
+            state.engine.start_microbatch(last=microbatch == num_microbatches - 1)
+            total, count = loss(state.engine.model, batch)
+            with backward_phase(state.engine):
+                if total.requires_grad:
+                    (total / state.expected_count).backward()
+        tally += torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
+    return agree(state, tally)
+
+
+def start_step(state: TrainState) -> Tensor:
+    """Forget the last step's gradients; an empty tally (loss sum, count), float64."""
+    state.engine.group.log.progress("forward and backward", state.step)
+    state.engine.start_step()
+    return torch.zeros(2, dtype=torch.float64)
+
+
+@contextmanager
+def backward_phase(engine: ShardingEngine) -> Iterator[None]:
+    """Around the backward of a micro-step, which ends with it."""
+    engine.start_backward()
+    yield
+    engine.finish_microbatch()
+
+
+def agree(state: TrainState, tally: Tensor) -> Agreed:
+    """End the forwards and backwards of a step by its one small reduction.
+
+    Args:
+        state: of the run; it does not change.
+        tally: this rank's loss sum and count, float64 (2,).
+
+    Raises:
+        NumericsError: E602 when the loss counted nothing on any rank.
+        WorkerError: E404 when ranks issued different collectives.
+    """
+    engine, group = state.engine, state.engine.group
+    group.log.progress("step reduction")
+    digest = group.log.digest(*engine.groups.axes)
+    head = [*tally.tolist(), float(engine.norm_squared()), float(digest), float(digest * digest)]
+    payload = torch.cat([torch.tensor(head, dtype=torch.float64), engine.used_mask()]).to(engine.device)
+    ops.all_reduce(payload, group, cause="step reduction").wait()
+    loss_sum, count, norm_squared, digest_sum, digest_square_sum, *mask = payload.tolist()
+    _check_same_calls(group, int(digest_sum), int(digest_square_sum))
+    if count <= 0:
         raise NumericsError(
             "E602",
-            f"step {state.step}: the loss counted {agreed.count:g} elements over all ranks; every label is "
+            f"step {state.step}: the loss counted {count:g} elements over all ranks; every label is "
             f"ignored. Leave such batches out, or check the labels.",
         )
-    correction = state.expected_count / agreed.count
-    norm = math.sqrt(agreed.norm_squared) * correction
-    applied = math.isfinite(agreed.loss_sum) and math.isfinite(norm)
-    scale = clip_coefficient(norm, clip_norm) * correction if applied else 0.0
-    if applied:
-        log.progress("optimizer")
-        engine.scale_gradients(scale)
-        state.optimizer.step(lr=lr, used=agreed.used)
-        engine.finish_step()
+    correction = state.expected_count / count
+    norm = math.sqrt(norm_squared) * correction
+    used = frozenset(name for name, uses in zip(engine.parameter_names, mask, strict=True) if uses)
+    return Agreed(loss_sum, count, norm, correction, used)
+
+
+def advance(state: TrainState, agreed: Agreed) -> None:
+    """Count a step that is over, whether or not it was applied."""
     state.step += 1
     state.tokens += int(agreed.count)
     state.expected_count = agreed.count
-    return StepResult(agreed.loss_sum / agreed.count, int(agreed.count), norm, applied, scale)
 
 
 def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss) -> float:
@@ -128,30 +207,6 @@ def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss) -> float:
     ops.all_reduce(on_device, engine.group, cause="evaluation loss").wait()
     total, count = on_device.tolist()
     return total / count if count else math.nan
-
-
-def _accumulate(engine: ShardingEngine, loss: Loss, batch: Any, *, divisor: float, last: bool) -> Tensor:
-    """Forward and backward of one micro-batch; returns (sum, count) of this rank."""
-    engine.start_microbatch(last=last)
-    total, count = loss(engine.model, batch)
-    engine.start_backward()
-    if total.requires_grad:
-        (total / divisor).backward()
-    engine.finish_microbatch()
-    return torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
-
-
-def _agree(engine: ShardingEngine, local: Tensor) -> _Agreed:
-    """The one small reduction of a step."""
-    group = engine.group
-    digest = group.log.digest(*engine.groups.axes)
-    head = [*local.tolist(), float(engine.norm_squared()), float(digest), float(digest * digest)]
-    payload = torch.cat([torch.tensor(head, dtype=torch.float64), engine.used_mask()]).to(engine.device)
-    ops.all_reduce(payload, group, cause="step reduction").wait()
-    values = payload.tolist()
-    _check_same_calls(group, int(values[3]), int(values[4]))
-    mask = zip(engine.parameter_names, values[5:], strict=True)
-    return _Agreed(values[0], values[1], values[2], {name for name, uses in mask if uses})
 
 
 def _check_same_calls(group: Group, digest_sum: int, digest_square_sum: int) -> None:
