@@ -9,7 +9,8 @@ when the backward of the module that made it may start. Autograd executes in rev
 start backward in reverse order of use, on every rank alike.
 
 What autograd saves of a unit's weights is their place, not their memory (saved-tensor hooks during the forward):
-whatever part of a unit's backward runs first finds the weights, wherever they are gathered then.
+whatever part of a unit's backward runs first finds the weights, wherever they are gathered then. Inside of a
+checkpoint around a unit that is left to the checkpoint; other saved-tensor hooks around a unit have no effect in it.
 
 Limits: a unit's weights may only be used inside its module's forward (released weights have no memory), and every
 rank must run the same units in the same order (checked once a step).
@@ -23,6 +24,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -175,7 +177,7 @@ class Gatherer:
         self._wait(unit)
         if self._phase == "backward":  # recomputation: the output hook has gathered, nothing is freed here
             return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _is_checkpointed():
             unit.start_saving(partial(self._pack, unit), self._unpack)
         self._order.append(unit)
         self._position = len(self._order)
@@ -307,6 +309,13 @@ class _SavedWeight:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+def _is_checkpointed() -> bool:
+    """Whether a non-reentrant checkpoint runs what comes now: it saves nothing, and runs it again in backward."""
+    # Private: nothing public tells whose hooks are the newest (guarded by a test).
+    newest = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return newest is not None and newest[0].__module__ == torch.utils.checkpoint.__name__
 
 
 class _Once:

@@ -7,6 +7,7 @@ is gathered. Must not judge. Runs on CPU processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.accounting import declared_calls
+from meshwright.layout.uses import calls_of_uses
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
@@ -257,16 +259,22 @@ class _Candidate:
             for shard in engine.shards:
                 self._digests["gradients", step, -1, shard.name] = tensor_digest(shard.gradient)
 
-    def _declared(self) -> dict[str, int] | None:
-        """Collectives of one step as the policy's formula has them, with the one small reduction."""
-        engine, plan = self._rank.engine, self._job.plan
-        out_of_order = engine.policy.shards_parameters and not self._reference.units_in_order
-        if out_of_order or self._reference.has_batch_norms:  # whose statistics are collectives too
-            return None
-        calls = dict(declared_calls(engine.policy, engine.units, num_microbatches=plan.num_microbatches))
-        if self._group.size > 1:
-            calls["all_reduce"] = calls.get("all_reduce", 0) + 1
-        return calls
+    def _declared(self) -> tuple[dict[str, int], ...]:
+        """Collectives of each step: the policy's formula, batch statistics, and the one small reduction."""
+        engine, per_step = self._rank.engine, self._job.plan.num_microbatches
+        uses, by_use = self._reference.uses, engine.policy.shards_parameters
+        units = calls_of_uses(engine.policy, engine.units, [use.units for use in uses]) if by_use else []
+        declared = []
+        for first in range(0, len(uses), per_step):
+            part = slice(first, first + per_step)
+            if by_use:
+                calls = sum(units[part], Counter[str]())
+            else:
+                calls = declared_calls(engine.policy, engine.units, num_microbatches=per_step)
+            if self._group.size > 1:
+                calls["all_reduce"] += 1 + sum(use.num_statistics for use in uses[part])
+            declared.append(dict(calls))
+        return tuple(declared)
 
     def _is_tied(self, names: tuple[str, ...]) -> bool:
         """Whether these names are still one tensor: one Parameter in one memory."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.layout.plan import TrainPlan
+from meshwright.layout.uses import UnitUses
 from meshwright.training.config import RunConfig
 from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
 
@@ -53,6 +54,19 @@ Samples = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
+class Uses:
+    """What one micro-step of the reference used, as far as ranks communicate for it.
+
+    Attributes:
+        units: in which order they ran.
+        num_statistics: sums of batch statistics, forward and backward.
+    """
+
+    units: UnitUses
+    num_statistics: int
+
+
+@dataclass(frozen=True)
 class Reference:
     """What the run on one device left, besides its tensors in a file.
 
@@ -63,8 +77,7 @@ class Reference:
         samples: (step, micro-step) to the samples of the whole micro-step, in order.
         num_samples: length of the dataset: of one epoch.
         ties: groups of parameter names that are one tensor.
-        units_in_order: whether every unit ran once a micro-step, in order of registration.
-        has_batch_norms: whether statistics of the batch are exchanged beside what the policy declares.
+        uses: of units and batch statistics, by micro-step from the first to the last.
         clip_norm: limit of the gradient norm, low enough to act; None: no clipping.
         uncompared: names of module outputs in which samples have no rows of their own.
         peak_memory_bytes: of the process.
@@ -76,8 +89,7 @@ class Reference:
     samples: Mapping[tuple[int, int], Samples]
     num_samples: int
     ties: tuple[tuple[str, ...], ...]
-    units_in_order: bool
-    has_batch_norms: bool
+    uses: tuple[Uses, ...]
     clip_norm: float | None
     uncompared: tuple[str, ...]
     peak_memory_bytes: int
@@ -93,7 +105,7 @@ class RankReport:
         samples: (step, micro-step) to the samples it read.
         digests: tensors that every rank must hold bitwise alike; check, step, -1 and name to a checksum.
         issued: collectives of each step by operation.
-        declared: the same as the plan declares it; None where its formula does not hold for the model.
+        declared: the same as the plan declares it for what the reference used.
         broken_ties: groups of tied names that are no longer one tensor.
         peak_memory_bytes: of the process.
     """
@@ -103,6 +115,6 @@ class RankReport:
     samples: Mapping[tuple[int, int], Samples]
     digests: Mapping[Key, int]
     issued: tuple[Mapping[str, int], ...]
-    declared: Mapping[str, int] | None
+    declared: tuple[Mapping[str, int], ...]
     broken_ties: tuple[tuple[str, ...], ...]
     peak_memory_bytes: int

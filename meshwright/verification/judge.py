@@ -108,9 +108,7 @@ def _equality_check(name: str, compared: int, wrongs: Sequence[Wrong], ranks: Se
         "data": "samples, every one once, same order",
         "replicas": "tensors bitwise equal on all ranks" if len(ranks) > 1 else "tensors, one rank",
         "ties": "groups of names are still one tensor",
-        "counts": "steps, declared = issued"
-        if ranks[0].declared is not None
-        else "steps, the same on all ranks (no formula: units out of order, or batch statistics)",
+        "counts": "steps, declared = issued",
     }
     first = wrongs[0] if wrongs else None
     return Check(
@@ -321,8 +319,7 @@ def _count_wrongs(ranks: Sequence[RankReport]) -> list[Wrong]:
     wrongs = []
     everyone = tuple(report.rank for report in ranks)
     for report in ranks:
-        for index, issued in enumerate(report.issued):
-            declared = report.declared if report.declared is not None else ranks[0].issued[index]
+        for index, (issued, declared) in enumerate(zip(report.issued, report.declared, strict=False)):
             for op in sorted({*issued, *declared}):
                 if issued.get(op, 0) != declared.get(op, 0):
                     text = f"{issued.get(op, 0)} issued, {declared.get(op, 0)} declared"

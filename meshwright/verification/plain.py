@@ -18,16 +18,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.adapt import batch_norm
 from meshwright.adapt.dropout import stateless
+from meshwright.comm.log import CommLog
+from meshwright.comm.ops import Group
 from meshwright.comm.rng import MicroStep
 from meshwright.data.order import sample_ids
 from meshwright.errors import NumericsError
-from meshwright.sharding.units import find_units
 from meshwright.training.sections import OptimizerConfig
-from meshwright.verification.job import VerifyJob
+from meshwright.verification.job import Uses, VerifyJob
 from meshwright.verification.observe import ModuleObserver, Rows
 from meshwright.verification.subject import batch_of, make_subject, materialise
 from meshwright.verification.tensors import Key
+from meshwright.verification.uses import UseObserver
 
 # As torch.nn.utils.clip_grad_norm_.
 _CLIP_EPSILON = 1e-6
@@ -100,12 +103,18 @@ class PlainRun:
         self._stream = Stream(job, len(task.train_data))
         self._model = materialise(task).train()
         self._observer = ModuleObserver(self._model)
-        self._units = list(find_units(self._model))
+        self._uses = UseObserver(self._model)
+        # Over one rank this is torch's own, but for running statistics: recomputation does not move them again.
+        batch_norm.install(self._model, Group("dp", (0,), 0, None, CommLog()))
         self._optimizer = plain_optimizer(self._model, job.config.train.optimizer)
         self.clip_norm = job.config.train.clip_norm
         self.losses: list[float] = []
         self.uncompared: set[str] = set()
-        self.units_in_order = True
+
+    @property
+    def uses(self) -> tuple[Uses, ...]:
+        """What every forward and backward so far used, in order."""
+        return tuple(self._uses.seen)
 
     def train(self, clip_norm: float | None = None) -> None:
         """All steps. `clip_norm` is the limit; None chooses it (see [Note: clip])."""
@@ -141,12 +150,11 @@ class PlainRun:
                 chosen = [ids[position] for position in positions]
                 batch = batch_of(self._data, chosen, precision=self._job.plan.precision)
                 sink = self._activation_sink(step, microbatch, positions)
-                with self._randomness(step, microbatch, positions):
+                with self._uses.micro_step(), self._randomness(step, microbatch, positions):
                     with self._observer.forward(sink):
                         part, part_count = self._loss(self._model, batch)
                     if part.requires_grad:
                         part.backward()
-                self._watch_units()
                 loss_sum, count = loss_sum + float(part.detach()), count + float(part_count)
         return loss_sum, count
 
@@ -183,11 +191,6 @@ class PlainRun:
             )
 
         return sink
-
-    def _watch_units(self) -> None:
-        places = [self._observer.order.get(name, -1) for name in self._units]
-        once = all(self._observer.calls(name) == 1 for name in self._units)
-        self.units_in_order = self.units_in_order and once and places == sorted(places)
 
     def _normalise(self, step: int, count: float) -> float:
         """Divide gradients by the count, hand them on, and return their norm."""

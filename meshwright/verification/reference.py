@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from meshwright.adapt.batch_norm import find_batch_norms
-from meshwright.verification.job import Reference, Samples, VerifyJob
+from meshwright.verification.job import Reference, Samples, Uses, VerifyJob
 from meshwright.verification.observe import Rows, probe_rows
 from meshwright.verification.plain import (
     Order,
@@ -71,8 +71,7 @@ def run_reference(job: VerifyJob, path: Path) -> Reference:
         samples=subject.samples,
         num_samples=subject.num_samples,
         ties=subject.ties,
-        units_in_order=outcome.units_in_order,
-        has_batch_norms=subject.has_batch_norms,
+        uses=outcome.uses,
         clip_norm=outcome.clip_norm,
         uncompared=outcome.uncompared,
         peak_memory_bytes=peak_memory(),
@@ -103,7 +102,7 @@ class _Outcome:
 
     losses: tuple[float, ...]
     clip_norm: float | None
-    units_in_order: bool
+    uses: tuple[Uses, ...]
     uncompared: tuple[str, ...]
 
 
@@ -117,9 +116,7 @@ def _record(job: VerifyJob, path: Path, rows: dict[str, Rows]) -> tuple[tuple[Re
 
         run = PlainRun(job, put=record, order=as_given, rows=rows)
         run.train()
-        outcome = _Outcome(
-            tuple(run.losses), run.clip_norm, run.units_in_order, tuple(sorted(run.uncompared))
-        )
+        outcome = _Outcome(tuple(run.losses), run.clip_norm, run.uses, tuple(sorted(run.uncompared)))
         return recorder.finish(), outcome
 
 

@@ -50,10 +50,14 @@ class Verifier:
     """References and candidates on the ranks of one pool; a context manager that ends them.
 
     A rank that raises ends the pool's ranks (the next call starts new ones) and gives a `RankError` with its text.
+
+    Args:
+        pool: somebody else's ranks, who ends them.
     """
 
-    def __init__(self) -> None:
-        self._pool = RankPool()
+    def __init__(self, pool: RankPool | None = None) -> None:
+        self._pool = pool or RankPool()
+        self._owns_pool = pool is None
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-trials-")
         self._num_references = 0
 
@@ -61,7 +65,8 @@ class Verifier:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.close()
+        if self._owns_pool:
+            self._pool.close()
         self._folder.cleanup()
 
     def prepare(self, job: VerifyJob) -> Prepared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -146,6 +147,30 @@ def test_gradients_equal_the_plain_model(ranks, kind: str, num_microbatches: int
     trained = [name for name, gradient in gradients.items() if bool(gradient.any())]
     assert "blocks.0.up.weight" in trained
     assert ("blocks.1.up.weight" in trained) == (kind != "skipped")
+
+
+def _activations_after_forward(mesh, kind: str) -> list[bool]:
+    """Whether the inner activation of each block is still there between forward and backward."""
+    model = _build_chain(kind)
+    engine = make_engine(mesh, model, "zero3")
+    kept: list[weakref.ref] = []
+    for block in model.blocks:
+        block.down.register_forward_pre_hook(lambda _module, args: kept.append(weakref.ref(args[0])))
+    engine.start_step()
+    engine.start_microbatch(last=True)
+    loss = _loss(model, mesh.rank, 0)
+    alive = [reference() is not None for reference in kept]
+    engine.start_backward()
+    loss.backward()
+    engine.finish_microbatch()
+    return alive
+
+
+def test_a_checkpoint_around_a_unit_keeps_no_activations(ranks) -> None:
+    for alive in ranks.run(_activations_after_forward, 2, "checkpoint around a unit"):
+        assert alive == [False] * 3
+    for alive in ranks.run(_activations_after_forward, 2, "tuple"):
+        assert alive == [True] * 3
 
 
 def _passes_on() -> nn.Module:

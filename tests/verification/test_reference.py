@@ -49,7 +49,8 @@ def test_it_is_the_plain_loop(job, tmp_path):
     assert unclipped == pytest.approx(trace.norms[0], rel=1e-13)
     assert reference.clip_norm == pytest.approx(min(0.4, unclipped / 2))
     assert reference.ties == (("blocks.1.0.weight", "tied.weight"),)
-    assert reference.units_in_order
+    assert [name for name, _ in reference.uses[0].units.forwards] == ["blocks.0", "blocks.1"]
+    assert reference.uses[0].units.backwards == (("blocks.1", True), ("blocks.0", True))
     without = {name for name, gradient in trace.gradients[0].items() if gradient is None}
     recorded_gradients = {item.name for item in reference.recorded if item.check == "gradients"}
     assert recorded_gradients == set(trace.parameters) - without

@@ -1,0 +1,110 @@
+"""What zero3 costs a model that uses its units in any order: collectives counted from the order of use.
+
+`layout/accounting.py` has the closed form for models that use every unit once, in order; here the same rules are
+followed unit by unit: gathered before use and one ahead of what the last micro-batch predicts, freed after use, kept
+while another backward of the unit is to come, reduced once. Knows no tensors and no modules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.layout.bucket import Unit
+from meshwright.layout.policy import ShardingPolicy
+
+
+@dataclass(frozen=True)
+class UnitUses:
+    """How one micro-batch used modules that may be units.
+
+    Attributes:
+        forwards: names in the order of calls, each with whether its output has a backward of its own.
+        backwards: names in the order in which backwards start (True) or recompute the module (False).
+        trained: names of the parameters that got a gradient.
+    """
+
+    forwards: tuple[tuple[str, bool], ...]
+    backwards: tuple[tuple[str, bool], ...]
+    trained: frozenset[str]
+
+
+def calls_of_uses(
+    policy: ShardingPolicy, units: Sequence[Unit], uses: Iterable[UnitUses]
+) -> list[Counter[str]]:
+    """Logical collectives of zero3 in each micro-batch in turn, by operation, on each rank."""
+    assert policy.shards_parameters, f"{policy.name} does not gather by use"
+    if not units or units[0].buckets[0].num_shards == 1:
+        return [Counter() for _ in uses]
+    gathering = _Gathering(policy, {unit.name: unit for unit in units})
+    return [gathering.micro_batch(use) for use in uses]
+
+
+@dataclass
+class _Gathering:
+    """Which units are gathered, and what was predicted."""
+
+    policy: ShardingPolicy
+    units: dict[str, Unit]
+    calls: Counter[str] = field(default_factory=Counter)
+    held: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.expected = [name for name in self.units if name]
+
+    def micro_batch(self, uses: UnitUses) -> Counter[str]:
+        """Follow one micro-batch; returns its calls."""
+        self.calls = Counter()
+        order = [name for name, _ in uses.forwards if name in self.units]
+        pending = Counter(name for name, counts in uses.forwards if counts)
+        self._forward(order)
+        self._backward(order, pending, [use for use in uses.backwards if use[0] in self.units])
+        for name, unit in self.units.items():
+            # The root is always reduced; a block where its backward was seen, or left something to reduce.
+            if unit.is_root or pending[name] or self._is_trained(unit, uses.trained):
+                self.calls["reduce_scatter"] += sum(bucket.trainable for bucket in unit.buckets)
+        self.held.clear()
+        return +self.calls
+
+    def _forward(self, order: list[str]) -> None:
+        self._gather("")
+        self._gather_ahead(self.expected, 0)
+        has_root, keeps = "" in self.units, self.policy.keep_last
+        for position, name in enumerate(order, start=1):
+            self._gather(name)
+            self._gather_ahead(self.expected, position)
+            if has_root or not keeps or position < len(self.expected):
+                self.held.discard(name)
+        kept = ("" if has_root else order[-1] if order else None) if keeps else None
+        self.held &= {kept}
+        self.expected = order or self.expected
+
+    def _backward(self, order: list[str], pending: Counter[str], starts: list[tuple[str, bool]]) -> None:
+        left, open_unit, position = Counter(pending), "", len(order)
+        self._gather("")
+        self._gather_ahead(order, position - 1)
+        for name, is_start in starts:
+            if not is_start:
+                self._gather(name)
+                continue
+            if open_unit not in ("", name) and not left[open_unit]:
+                self.held.discard(open_unit)
+            self._gather(name)
+            left[name] -= 1
+            open_unit = name
+            position = max((i for i in range(position) if order[i] == name), default=0)
+            self._gather_ahead(order, position - 1)
+
+    def _gather_ahead(self, order: list[str], position: int) -> None:
+        if 0 <= position < len(order):
+            self._gather(order[position])
+
+    def _gather(self, name: str) -> None:
+        if name in self.units and name not in self.held:
+            self.held.add(name)
+            self.calls["all_gather"] += len(self.units[name].buckets)
+
+    @staticmethod
+    def _is_trained(unit: Unit, trained: frozenset[str]) -> bool:
+        return any(parameter.name in trained for bucket in unit.buckets for parameter in bucket.parameters)
