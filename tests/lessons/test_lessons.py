@@ -70,6 +70,27 @@ def test_lesson_0_predicts_what_a_step_costs(run_lesson):
     assert parities(output) == [("ddp", "1", "1")]
 
 
+def test_lesson_1_shows_what_collectives_leave_on_ranks(run_lesson):
+    output = run_lesson(1)
+    assert "rank 2    [a2 b2 c2 d2]  →  [·  ·  Σc · ]" in output
+    assert re.search(r"all_reduce +rank 0 \[60, 64, 68, 72\] .* rank 3 \[60, 64, 68, 72\]", output)
+    assert re.search(r"reduce_scatter +rank 0 \[60\] +rank 1 \[64\] +rank 2 \[68\]", output)
+    assert re.search(r"all_to_all +rank 0 \[0, 10, 20, 30\] +rank 1 \[1, 11, 21, 31\]", output)
+    assert "all-reduce = reduce-scatter, then all-gather: True" in output
+    assert [policy for policy, *_ in parities(output)] == ["ddp", "zero1"]
+
+
+def test_lesson_2_counts_a_ring(run_lesson):
+    output = run_lesson(2)
+    assert "step 1   2→0 +b, 0→1 +c, 1→2 +a" in output
+    sent = {
+        int(n): float(part) for n, part in re.findall(r"^  (\d+) ranks .* ([\d.]+) S$", output, re.MULTILINE)
+    }
+    assert sent == {n: pytest.approx(2 * (n - 1) / n, abs=5e-4) for n in (2, 4, 8, 16, 32, 64)}
+    assert "same bits: True" in output
+    assert parities(output) == [("ddp", "4", "1")]
+
+
 def test_lesson_4_shows_drift_order_and_accumulation(run_lesson):
     output = run_lesson(4)
     distances = [float(d) for d in re.findall(r"^  step \d .* ([\d.]+)$", output, re.MULTILINE)]
