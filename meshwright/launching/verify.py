@@ -225,6 +225,8 @@ def result_of(
 ) -> VerifyResult:
     """The judgement of what workers measured; `model` is words for the result."""
     precision = {"fp64": "float64", "fp32": "float32"}[job.plan.precision]
+    if reference.asks_for_float32:
+        precision += ", also where the model asks for float32"
     sizes = Sizes(job.plan.mesh.dp, job.plan.num_microbatches, job.steps, job.plan.policy.name)
     return VerifyResult(
         checks=judge(reference, ranks, sizes),

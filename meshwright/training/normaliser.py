@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from meshwright.adapt.float64 import float64_throughout
 from meshwright.errors import ConfigError
 from meshwright.training.step import Loss
 from meshwright.training.tree import batch_size, cast_batch
@@ -66,8 +67,8 @@ def _check_mean(
         if not abs(mean - whole) <= _TOLERANCE * max(abs(whole), abs(mean), 1.0):
             raise ConfigError(
                 "E112",
-                f"loss_fn returned a bare scalar that is not a mean over samples: {whole:.6g} for {len(samples)} "
-                f"samples, but {mean:.6g} from the first {cut} and the rest. Its result would depend on how the batch "
+                f"loss_fn returned a bare scalar that is not a mean over samples: {whole:.8g} for {len(samples)} "
+                f"samples, but {mean:.8g} from the first {cut} and the rest. Its result would depend on how the batch "
                 f"is cut. Return (sum, count), e.g. cross_entropy(..., reduction='sum') and the count of valid labels.",
             )
 
@@ -76,5 +77,5 @@ def _check_mean(
 def _probe(model: nn.Module, loss: Callable[[Any, Any], Any], samples: Sequence[Any]) -> Any:
     """The loss of `samples` on a float64 copy in evaluation mode: no state of the model or generator moves."""
     twin = copy.deepcopy(model).double().eval()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), float64_throughout():
         return loss(twin, cast_batch(default_collate(list(samples)), torch.float64))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.adapt import registry
+from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.ops import DataGroups
@@ -104,6 +106,18 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups) -> CandidateRank:
     )
 
 
+def _widen(state: TrainState) -> None:
+    """Float64 throughout every forward and backward; whatever else happens in a step stays as it is."""
+    randomness = state.randomness
+
+    @contextmanager
+    def both(step: int, microbatch: int) -> Iterator[None]:
+        with float64_throughout(), randomness(step, microbatch):
+            yield
+
+    state.randomness = both
+
+
 class _Candidate:
     """Trains one rank and collects its report."""
 
@@ -119,6 +133,8 @@ class _Candidate:
         self._rank.engine.model.train()
         if job.inject is not None:  # before the observer, whose hooks must see what a fault does to an output
             job.inject(self._rank)
+        if reference.asks_for_float32:
+            _widen(self._rank.state)
         self._observer = ModuleObserver(self._rank.engine.model)
         self._comparer = Comparer(
             path, reference.recorded, tolerances=dict(reference.tolerances), rank=self._rank.rank

@@ -80,6 +80,7 @@ class Reference:
         uses: of units and batch statistics, by micro-step from the first to the last.
         clip_norm: limit of the gradient norm, low enough to act; None: no clipping.
         uncompared: names of module outputs in which samples have no rows of their own.
+        asks_for_float32: whether the model does so in a float64 run; then both runs give it float64.
         peak_memory_bytes: of the process.
     """
 
@@ -92,6 +93,7 @@ class Reference:
     uses: tuple[Uses, ...]
     clip_norm: float | None
     uncompared: tuple[str, ...]
+    asks_for_float32: bool
     peak_memory_bytes: int
 
 

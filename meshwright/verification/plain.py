@@ -91,10 +91,22 @@ class Stream:
 
 
 class PlainRun:
-    """One training on this process; `put` gets its tensors, `order` says in which order samples run."""
+    """One training on this process; `put` gets its tensors, `order` says in which order samples run.
 
-    def __init__(self, job: VerifyJob, *, put: Put, order: Order, rows: dict[str, Rows]) -> None:
+    `scope` is entered around every forward and backward.
+    """
+
+    def __init__(
+        self,
+        job: VerifyJob,
+        *,
+        put: Put,
+        order: Order,
+        rows: dict[str, Rows],
+        scope: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._job = job
+        self._scope = scope
         self._put = put
         self._order = order
         self._rows = rows
@@ -150,7 +162,8 @@ class PlainRun:
                 chosen = [ids[position] for position in positions]
                 batch = batch_of(self._data, chosen, precision=self._job.plan.precision)
                 sink = self._activation_sink(step, microbatch, positions)
-                with self._uses.micro_step(), self._randomness(step, microbatch, positions):
+                randomness = self._randomness(step, microbatch, positions)
+                with self._uses.micro_step(), self._scope(), randomness:
                     with self._observer.forward(sink):
                         part, part_count = self._loss(self._model, batch)
                     if part.requires_grad:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from meshwright.adapt.batch_norm import find_batch_norms
+from meshwright.adapt.float64 import asks_for_float32, float64_throughout
 from meshwright.verification.job import Reference, Samples, Uses, VerifyJob
 from meshwright.verification.observe import Rows, probe_rows
 from meshwright.verification.plain import (
@@ -32,6 +34,7 @@ from meshwright.verification.subject import (
     check_same_build,
     check_same_loss,
     draws_random_numbers,
+    loss_of_copy,
     make_subject,
     materialise,
     peak_memory,
@@ -54,15 +57,14 @@ def run_reference(job: VerifyJob, path: Path) -> Reference:
     """
     check_same_build(job)
     subject = _inspect(job)
-    recorded, outcome = _record(job, path, subject.rows)
+    recorded, outcome = _record(job, path, subject)
     gc.collect()  # hooks refer to their model in circles, and a second one is trained now
     tolerances = measure_noise(
         job,
         path,
         recorded,
-        rows=subject.rows,
+        subject=subject,
         clip_norm=outcome.clip_norm,
-        orders=_orders(subject),
     )
     return Reference(
         recorded=recorded,
@@ -74,26 +76,36 @@ def run_reference(job: VerifyJob, path: Path) -> Reference:
         uses=outcome.uses,
         clip_norm=outcome.clip_norm,
         uncompared=outcome.uncompared,
+        asks_for_float32=subject.asks_for_float32,
         peak_memory_bytes=peak_memory(),
     )
 
 
 @dataclass(frozen=True)
-class _Subject:
+class Subject:
     """What the job's model and data are, besides what is in `Reference`.
 
     Attributes:
         rows: of module outputs by name.
         is_random: whether a forward draws random numbers.
         has_batch_norms: whether its halves differ from the whole.
+        asks_for_float32: see `Reference`.
+        samples: see `Reference`.
+        num_samples: see `Reference`.
+        ties: see `Reference`.
     """
 
     rows: dict[str, Rows]
     is_random: bool
     has_batch_norms: bool
+    asks_for_float32: bool
     samples: dict[tuple[int, int], Samples]
     num_samples: int
     ties: tuple[tuple[str, ...], ...]
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Around every forward and backward."""
+        return float64_throughout() if self.asks_for_float32 else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ class _Outcome:
     uncompared: tuple[str, ...]
 
 
-def _record(job: VerifyJob, path: Path, rows: dict[str, Rows]) -> tuple[tuple[Recorded, ...], _Outcome]:
+def _record(job: VerifyJob, path: Path, subject: Subject) -> tuple[tuple[Recorded, ...], _Outcome]:
     """Train, with every tensor going to the file `path`."""
     with Recorder(path) as recorder:
 
@@ -114,27 +126,32 @@ def _record(job: VerifyJob, path: Path, rows: dict[str, Rows]) -> tuple[tuple[Re
             assert start == 0, f"{key} is recorded whole"
             recorder.add(key, tensor, order=order, batch_dim=rows.dim, rows_per_sample=rows.per_sample)
 
-        run = PlainRun(job, put=record, order=as_given, rows=rows)
+        run = PlainRun(job, put=record, order=as_given, rows=subject.rows, scope=subject.scope)
         run.train()
         outcome = _Outcome(tuple(run.losses), run.clip_norm, run.uses, tuple(sorted(run.uncompared)))
         return recorder.finish(), outcome
 
 
-def _inspect(job: VerifyJob) -> _Subject:
+def _inspect(job: VerifyJob) -> Subject:
     """Rows of module outputs, the sample stream and ties of the job; raises E802."""
     task = make_subject(job)
     model = materialise(task)
     stream = Stream(job, len(task.train_data))
     ids = stream.ids(0, 0)
     whole = batch_of(task.train_data, ids, precision=job.plan.precision)
-    check_same_loss(model, task.loss, whole, job=job)
-    rows = probe_rows(
-        model,
-        task.loss,
-        lambda start, stop: batch_of(task.train_data, ids[start:stop], precision=job.plan.precision),
-        num_samples=len(ids),
-        seed=job.config.train.seed,
+    asks = job.plan.precision == "fp64" and asks_for_float32(
+        lambda: loss_of_copy(model, task.loss, whole, seed=job.config.train.seed)
     )
+    with float64_throughout() if asks else nullcontext():
+        check_same_loss(model, task.loss, whole, job=job)
+        is_random = draws_random_numbers(model, task.loss, whole)
+        rows = probe_rows(
+            model,
+            task.loss,
+            lambda start, stop: batch_of(task.train_data, ids[start:stop], precision=job.plan.precision),
+            num_samples=len(ids),
+            seed=job.config.train.seed,
+        )
     watched = WatchedData(task.train_data)
     samples = {}
     for step, microbatch in stream.places():
@@ -145,11 +162,18 @@ def _inspect(job: VerifyJob) -> _Subject:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
     ties = tuple(tuple(names) for names in groups.values() if len(names) > 1)
-    is_random = draws_random_numbers(model, task.loss, whole)
-    return _Subject(rows, is_random, bool(find_batch_norms(model)), samples, len(task.train_data), ties)
+    return Subject(
+        rows=rows,
+        is_random=is_random,
+        has_batch_norms=bool(find_batch_norms(model)),
+        asks_for_float32=asks,
+        samples=samples,
+        num_samples=len(task.train_data),
+        ties=ties,
+    )
 
 
-def _orders(subject: _Subject) -> tuple[Order, ...]:
+def _orders(subject: Subject) -> tuple[Order, ...]:
     """Orders of samples under which the model computes the same, the most different first."""
     if (
         subject.is_random
@@ -163,15 +187,14 @@ def measure_noise(
     path: Path,
     recorded: Sequence[Recorded],
     *,
-    rows: dict[str, Rows],
+    subject: Subject,
     clip_norm: float | None,
-    orders: Sequence[Order],
 ) -> dict[str, Tolerance]:
     """The limits of every check, after running the reference in another order of samples.
 
-    The first of `orders` under which it stays the same computation counts; with none, nothing is known of noise.
+    The first of the orders under which it stays the same computation counts; with none, nothing is known of noise.
     """
-    for order in orders:
+    for order in _orders(subject):
         comparer = Comparer(path, recorded, tolerances={}, rank=0)
 
         def measure(
@@ -180,7 +203,8 @@ def measure_noise(
             if comparer.knows(key) is not None:
                 comparer.compare(key, tensor, start=start)
 
-        PlainRun(job, put=measure, order=order, rows=rows).train(clip_norm)
+        run = PlainRun(job, put=measure, order=order, rows=subject.rows, scope=subject.scope)
+        run.train(clip_norm)
         gc.collect()
         noise = {check: _noise_of(check, comparer, precision=job.plan.precision) for check in _CHECKS}
         if max(item.norm for item in noise.values()) <= _MIXES_SAMPLES[job.plan.precision]:

@@ -155,7 +155,7 @@ def _value_digests(model: nn.Module) -> dict[str, tuple[object, ...]]:
 def check_same_loss(model: nn.Module, loss: Loss, batch: Any, *, job: VerifyJob) -> None:
     """Raise E802 unless the loss of one batch is the same twice, from equal copies and under one torch seed."""
     seed = job.config.train.seed
-    values = [_loss_of_copy(model, loss, batch, seed=seed) for _ in range(2)]
+    values = [loss_of_copy(model, loss, batch, seed=seed) for _ in range(2)]
     (first, first_count), (second, second_count) = values
     scale = max(abs(first), abs(second))
     if first_count == second_count and abs(first - second) <= _SAME_LOSS[job.plan.precision] * scale:
@@ -170,10 +170,10 @@ def check_same_loss(model: nn.Module, loss: Loss, batch: Any, *, job: VerifyJob)
 
 def draws_random_numbers(model: nn.Module, loss: Loss, batch: Any) -> bool:
     """Whether the loss of one batch depends on the seed of torch's generator, as it does with dropout."""
-    return _loss_of_copy(model, loss, batch, seed=1) != _loss_of_copy(model, loss, batch, seed=2)
+    return loss_of_copy(model, loss, batch, seed=1) != loss_of_copy(model, loss, batch, seed=2)
 
 
-def _loss_of_copy(model: nn.Module, loss: Loss, batch: Any, *, seed: int) -> tuple[float, float]:
+def loss_of_copy(model: nn.Module, loss: Loss, batch: Any, *, seed: int) -> tuple[float, float]:
     """(sum, count) of a training forward of a copy, so that the model's own state stays."""
     twin = copy.deepcopy(model).train()
     with torch.random.fork_rng(devices=[]), torch.no_grad():

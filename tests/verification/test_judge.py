@@ -41,6 +41,7 @@ def reference():
         uses=(),
         clip_norm=None,
         uncompared=(),
+        asks_for_float32=False,
         peak_memory_bytes=1,
     )
 
