@@ -26,7 +26,7 @@ def language_model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[
     Returns:
         The sum in nats, a scalar of at least float32, and the number of labels that count, an int64 scalar.
     """
-    return _summed_cross_entropy(model(batch["tokens"]), batch["labels"])
+    return summed_cross_entropy(model(batch["tokens"]), batch["labels"])
 
 
 def classification_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -39,10 +39,16 @@ def classification_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[
     Returns:
         As `language_model_loss`.
     """
-    return _summed_cross_entropy(model(batch["inputs"]), batch["labels"])
+    return summed_cross_entropy(model(batch["inputs"]), batch["labels"])
 
 
-def _summed_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over labels that are not ignored, in at least float32, and their number.
+
+    Args:
+        logits: `(..., classes)`.
+        labels: int64 `(...)`.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(
         logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from meshwright.presets import machine_of_device
-from meshwright.training.tree import cast_batch
+from meshwright.training.tree import cast_batch, map_tensors
 
 _MEASURED_SIZE = 1024
 _MEASURED_SECONDS = 0.2
@@ -58,14 +59,37 @@ def _flash_for_cpu(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any
 @torch.no_grad()
 def count_flops(model: nn.Module, loss: Callable[[Any, Any], Any], samples: Sequence[Any]) -> FlopsPerSample:
     """Count one forward of `loss` over `samples` on a copy of `model`; nothing of the model changes."""
-    # torch's registry lacks the kernel that CPUs use for attention and would count zero for it.
-    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_for_cpu}
     twin = copy.deepcopy(model).eval()
     dtype = next((p.dtype for p in twin.parameters()), torch.float32)
     batch = cast_batch(default_collate(list(samples)), dtype)
-    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
-        loss(twin, batch)
-    per_sample = 3.0 * counter.get_total_flops() / len(samples)
+    with torch.random.fork_rng(devices=[]):
+        return _counted(lambda: loss(twin, batch), len(samples))
+
+
+@torch.no_grad()
+def count_flops_without_memory(
+    skeleton: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], sample: Any
+) -> FlopsPerSample:
+    """Count one forward of `loss` over one sample by shapes alone, whatever the size of the model.
+
+    Args:
+        skeleton: builds the model on the meta device.
+        loss: must not look at values.
+        sample: an item of the dataset.
+    """
+    model = skeleton().eval()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model.to_empty(device="cpu")
+        batch = map_tensors(default_collate([sample]), fake.from_tensor)
+        return _counted(lambda: loss(model, batch), 1)
+
+
+def _counted(forward: Callable[[], Any], num_samples: int) -> FlopsPerSample:
+    # torch's registry lacks the kernel that CPUs use for attention and would count zero for it.
+    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_for_cpu}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        forward()
+    per_sample = 3.0 * counter.get_total_flops() / num_samples
     return FlopsPerSample(per_sample, per_sample)
 
 

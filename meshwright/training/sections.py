@@ -46,7 +46,7 @@ from meshwright.training.units import (
 
 DATA_READERS = ("text:", "jsonl:", "nanogpt:")
 DATA_NAMES = ("stdlib", "digits")
-_SOURCES = '"preset:NAME" or "py:MODULE:FUNCTION"'
+_SOURCES = '"preset:NAME", "hf:PATH_OR_ID" or "py:MODULE:FUNCTION"'
 _LATER_READERS = ("hf:", "parquet:", "megatron:", "py:")
 _Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 _RECOMPUTE = re.compile(r"none|full|selective|constant|offload|every:[1-9][0-9]*|budget:.+")
@@ -152,13 +152,14 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which network is trained."""
 
-    built = MappingProxyType({"init": ("random",)})
     source: str = "preset:gpt-nano"
-    """`preset:NAME` (or the bare name), or `py:module:function` returning (model, loss_fn, dataset)."""
-    init: Literal["random", "pretrained"] = "random"
-    """Where the first weights come from."""
+    """`preset:NAME` (or the bare name), `hf:PATH_OR_ID`, or `py:module:function` -> (model, loss_fn, dataset)."""
+    init: Literal["random", "pretrained", "pretrained_body"] = "random"
+    """First weights: drawn, or from the files beside an `hf:` model; pretrained_body draws a new head."""
+    task: Literal["causal_lm", "masked_lm", "sequence_classification", "image_classification"] | None = None
+    """What an `hf:` model is trained for; unset: what its config.json says."""
     num_layers: Annotated[int, Field(ge=1)] | None = None
-    """Overrides the preset's number of layers."""
+    """Overrides the number of layers."""
     dim: Annotated[int, Field(ge=1)] | None = None
     """Overrides the width of the residual stream."""
     num_heads: Annotated[int, Field(ge=1)] | None = None
@@ -182,9 +183,19 @@ class ModelConfig(Section):
             return f"preset:{_preset_name(rest)}"
         if kind == "py" and len(rest.split(":")) == 2 and all(rest.split(":")):
             return value
-        if kind == "hf":
-            raise problem("E110", f"{toml_literal(value)} is not built yet; built: {_SOURCES}")
+        if kind == "hf" and rest:
+            return value
         raise problem("E109", f"{toml_literal(value)}: write {_SOURCES}")
+
+    @model_validator(mode="after")
+    def _only_of_hf(self) -> ModelConfig:
+        if not self.source.startswith("hf:"):
+            for key in ("init", "task"):
+                value = getattr(self, key)
+                if value not in ("random", None):
+                    text = f'{toml_literal(value)}: only an "hf:" model has it, not {toml_literal(self.source)}'
+                    raise problem("E109", text, key=key)
+        return self
 
 
 class DataConfig(Section):

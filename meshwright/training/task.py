@@ -25,12 +25,14 @@ from meshwright.data.batches import MapStyle
 from meshwright.data.dataset import SequenceRule, open_data
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.build import build_model
+from meshwright.models.hf_loss import HF_LOSSES
 from meshwright.models.initial import KnowsInitialValues, draw
 from meshwright.models.loss import classification_loss, language_model_loss
 from meshwright.presets import ModelPreset, find_model, matmul_flops_per_token
 from meshwright.sharding.memory import Initialiser
 from meshwright.training.config import RunConfig, default_cache_dir
-from meshwright.training.flops import FlopsPerSample, count_flops
+from meshwright.training.flops import FlopsPerSample, count_flops, count_flops_without_memory
+from meshwright.training.hf import HfBuild
 from meshwright.training.initialise import materialise_buffers, reset_initialiser
 from meshwright.training.normaliser import sum_and_count
 from meshwright.training.step import Loss
@@ -68,11 +70,12 @@ def make_task(config: RunConfig) -> Task:
     """The task that `config` describes, with parameters of the plan's precision.
 
     Raises:
-        ConfigError: E104, E106 (preset), E105, E108, E103 (data), E111, E112 (a user's module).
+        ConfigError: E104, E106 (preset), E120, E121, E106 (hf), E105, E108, E103 (data), E111, E112 (a user's module).
     """
     dtype = DTYPES[config.plan.precision]
     kind, _, rest = config.model.source.partition(":")
-    task = _preset_task(config, rest) if kind == "preset" else _user_task(config, rest)
+    make = {"preset": _preset_task, "hf": _hf_task, "py": _user_task}[kind]
+    task = make(config, rest)
     task.model.to(dtype)
     return task
 
@@ -82,7 +85,7 @@ def _preset(config: RunConfig, name: str) -> ModelPreset:
     fields = {field.name for field in dataclasses.fields(ModelPreset)}
     changes = {
         key: value
-        for key, value in config.model.model_dump(exclude={"source", "init"}).items()
+        for key, value in config.model.model_dump(exclude={"source", "init", "task"}).items()
         if value is not None and key in fields
     }
     return preset.with_changes(**changes) if changes else preset
@@ -126,6 +129,36 @@ def _preset_task(config: RunConfig, name: str) -> Task:
         initialiser=initialiser,
         flops=FlopsPerSample(full, causal),
         shape={"layer": preset.num_layers, "sequence": tokens, "channel": preset.dim},
+    )
+
+
+def _hf_task(config: RunConfig, place: str) -> Task:
+    chosen = config.model
+    sizes = chosen.model_dump(exclude={"source", "init", "task"}, exclude_none=True)
+    build = HfBuild(place, chosen.init, chosen.task, sizes)
+    source = build.source()
+    positions = source.size("max_seq_len")
+    if positions is not None and config.data.seq_len > positions:
+        raise ConfigError(
+            "E106",
+            f"data.seq_len = {config.data.seq_len} exceeds the {positions} positions of hf:{place}. "
+            f"Set data.seq_len <= {positions}, or model.max_seq_len={config.data.seq_len}.",
+        )
+    train, heldout = _datasets(config, source.size("vocab_size"))
+    model = build.skeleton().to(DTYPES[config.plan.precision])
+    loss = HF_LOSSES[source.task]
+    extents = {"layer": source.size("num_layers"), "channel": source.size("dim")}
+    if source.task in ("causal_lm", "masked_lm"):
+        extents["sequence"] = config.data.seq_len
+    return Task(
+        name=f"{type(model).__name__} hf:{place}",
+        model=model,
+        loss=loss,
+        train_data=train,
+        heldout_data=heldout,
+        initialiser=build.first_values(model, config.train.seed),
+        flops=count_flops_without_memory(build.skeleton, loss, train[0]),
+        shape={axis: size for axis, size in extents.items() if size is not None},
     )
 
 
