@@ -14,10 +14,11 @@ _EXPORTS = {
     "MeshSpec": "meshwright.mesh",
     "RunConfig": "meshwright.training.config",
     "TrainPlan": "meshwright.layout.plan",
+    "hf": "meshwright.training.hf",
     "train": "meshwright.launching",
     "verify": "meshwright.launching.verify",
 }
-__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "train", "verify"]
+__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "hf", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -133,6 +133,22 @@ CATALOGUE = (
         "Install the package that the message names, or set data.cache_dir to a folder you may write to.",
     ),
     CodeEntry(
+        "E120",
+        "a Hugging Face model cannot be found or used",
+        "model.source = hf:PATH_OR_ID is a folder with config.json, an id that lies in the local cache, or the name of "
+        "a model type. Nothing is downloaded, and no code beside a model is run.",
+        "Fetch an id with `hf download ID`; set model.task to one the message lists. For other heads and losses bring "
+        "your own function: py:MODULE:FUNCTION.",
+    ),
+    CodeEntry(
+        "E121",
+        "weights that are not those of the model",
+        "The safetensors beside the model lack tensors, have others, or other shapes; or there are none, or they are "
+        "damaged. Nothing is drawn in place of what is missing.",
+        'Remove the overrides of model.*, set model.task as the files were trained, or model.init = "pretrained_body" '
+        "to draw a new head.",
+    ),
+    CodeEntry(
         "E200",
         "the mesh does not have as many ranks as were started",
         "pp x dp x cp x tp must be the number of processes; ep lies inside dp x cp and does not multiply.",

@@ -23,7 +23,8 @@ def local_folder(place: str, file_name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError as error:
         raise ConfigError(
-            "E115", f'"hf:{place}" needs huggingface_hub, which is not installed: pip install "meshwright[hf]"'
+            "E115",
+            f'"hf:{place}" needs huggingface_hub, which is not installed: pip install "meshwright[hf]"',
         ) from error
     try:
         found = try_to_load_from_cache(place, file_name)

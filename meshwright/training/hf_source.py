@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,7 +77,9 @@ class HfSource:
             with torch.device(device):
                 return self.model_class(self.config)
         except (ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
-            raise ConfigError("E106", f"model hf:{self.place} ({self.model_class.__name__}): {error}") from error
+            raise ConfigError(
+                "E106", f"model hf:{self.place} ({self.model_class.__name__}): {error}"
+            ) from error
 
 
 def find_source(place: str, *, task: str | None = None, sizes: Mapping[str, int] | None = None) -> HfSource:
@@ -98,12 +100,14 @@ def find_source(place: str, *, task: str | None = None, sizes: Mapping[str, int]
     if sizes:
         config = _with_sizes(config, sizes, place)
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError("E120", f"hf:{place} is an encoder-decoder model; trainable tasks: {', '.join(_MAPPINGS)}")
+        raise ConfigError(
+            "E120", f"hf:{place} is an encoder-decoder model; trainable tasks: {', '.join(_MAPPINGS)}"
+        )
     if getattr(config, "problem_type", None) not in (None, "single_label_classification"):
         raise ConfigError(
             "E120",
             f"hf:{place} has problem_type = {config.problem_type!r}; trained is single_label_classification. "
-            f"Change it in config.json, or bring your own loss with model.source = \"py:MODULE:FUNCTION\".",
+            f'Change it in config.json, or bring your own loss with model.source = "py:MODULE:FUNCTION".',
         )
     chosen, model_class = _choose_class(transformers, place, config, task)
     return HfSource(place, folder, config, chosen, model_class)
@@ -119,12 +123,13 @@ def import_transformers() -> ModuleType:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            "E115", 'model.source = "hf:..." needs transformers, which is not installed: pip install "meshwright[hf]"'
+            "E115",
+            'model.source = "hf:..." needs transformers, which is not installed: pip install "meshwright[hf]"',
         ) from error
-    return cast(ModuleType, transformers)
+    return transformers
 
 
-def file_renaming(model: nn.Module) -> Callable[[str], str]:
+def file_renaming(model: Any) -> Callable[[str], str]:
     """Name of a tensor in files of any version to the name that the class of `model` has for it today."""
     # Not of the documented API, and the only place where transformers keeps these names; a test guards it.
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -151,12 +156,16 @@ def find_folder(place: str) -> Path | None:
         return folder
     path = Path(place).expanduser()
     if path.is_dir():
-        raise ConfigError("E120", f"hf:{place}: {path.absolute()} holds no config.json; give a model's folder")
+        raise ConfigError(
+            "E120", f"hf:{place}: {path.absolute()} holds no config.json; give a model's folder"
+        )
     transformers = import_transformers()
     if place in transformers.CONFIG_MAPPING:
         return None
     if place.startswith((".", "/", "~")) or place.count("/") > 1:
-        raise ConfigError("E120", f"hf:{place}: {path.absolute()} does not exist; give a folder with config.json")
+        raise ConfigError(
+            "E120", f"hf:{place}: {path.absolute()} does not exist; give a folder with config.json"
+        )
     raise ConfigError(
         "E120",
         f"hf:{place} is no folder, no model type of transformers {transformers.__version__} and not in the local "
@@ -196,7 +205,8 @@ def _with_sizes(config: Any, sizes: Mapping[str, int], place: str) -> Any:
         if key is None:
             has = ", ".join(f"model.{other}" for other in _SIZES if _config_key(config, other))
             raise ConfigError(
-                "E106", f"model.{name} = {value}: hf:{place} ({config.model_type}) has no such size; it has {has}"
+                "E106",
+                f"model.{name} = {value}: hf:{place} ({config.model_type}) has no such size; it has {has}",
             )
         raw[key] = value
     layers = sizes.get("num_layers")
@@ -222,12 +232,14 @@ def _choose_class(
     classes = {name: found[0] if isinstance(found, tuple) else found for name, found in classes.items()}
     if not classes:
         raise ConfigError(
-            "E120", f"hf:{place}: transformers has no class of {config.model_type!r} for {', '.join(_MAPPINGS)}"
+            "E120",
+            f"hf:{place}: transformers has no class of {config.model_type!r} for {', '.join(_MAPPINGS)}",
         )
     if task is not None:
         if task not in classes:
             raise ConfigError(
-                "E120", f'model.task = "{task}": hf:{place} ({config.model_type}) can be {", ".join(sorted(classes))}'
+                "E120",
+                f'model.task = "{task}": hf:{place} ({config.model_type}) can be {", ".join(sorted(classes))}',
             )
         return task, classes[task]
     named = config.architectures or []

@@ -120,7 +120,11 @@ class _Resets:
         for ancestor in _ancestors(owner):
             method = getattr(type(self.modules[ancestor]), "_init_weights", None)
             if method is not None:
-                root = owner if alone else next((u for u in self.units if f"{owner}.".startswith(f"{u}.")), owner)
+                root = (
+                    owner
+                    if alone
+                    else next((u for u in self.units if f"{owner}.".startswith(f"{u}.")), owner)
+                )
                 bound = partial(method, self.modules[ancestor])
                 return _Reset(root, partial(_apply_to_parts, method=bound), in_single=True)
         return _Reset(owner, _reset_of(self.modules[owner], owner, tensor))

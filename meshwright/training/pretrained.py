@@ -59,7 +59,9 @@ class WeightFiles:
                 first, last = start // row, -(-stop // row)
                 values = piece[first:last].flatten()
         except SafetensorError as error:
-            raise ConfigError("E121", f"{self.folder / self.files[name]}: {error}; fetch the file again") from error
+            raise ConfigError(
+                "E121", f"{self.folder / self.files[name]}: {error}; fetch the file again"
+            ) from error
         return values[start - first * row : stop - first * row].to(dtype)
 
     def _open(self, name: str) -> Any:
@@ -79,7 +81,9 @@ def open_weights(folder: Path) -> WeightFiles:
         names = dict(json.loads(index.read_text())["weight_map"])
         for file in sorted(set(names.values())):
             if not (folder / file).is_file():
-                raise ConfigError("E121", f"{index} names {file}, which is not there; fetch the rest of the model")
+                raise ConfigError(
+                    "E121", f"{index} names {file}, which is not there; fetch the rest of the model"
+                )
     else:
         found = sorted(path.name for path in folder.glob("*.bin"))
         hint = f"; {found[0]} is pickled and never loaded: convert it to safetensors" if found else ""
@@ -157,7 +161,9 @@ class _Match:
         plain = {self._plain(rename(name)): name for name in weights.files}
         self.found: dict[str, str] = {}
         used: set[str] = set()
-        targets = [(name, p, aliases[id(p)]) for name, p in model.named_parameters()]
+        targets: list[tuple[str, Tensor, list[str]]] = [
+            (name, p, aliases[id(p)]) for name, p in model.named_parameters()
+        ]
         persistent = model.state_dict(keep_vars=True)
         targets += [(name, b, [name]) for name, b in model.named_buffers() if name in persistent]
         self.missing: list[str] = []
@@ -168,10 +174,16 @@ class _Match:
                 self.found[name] = sources[0]
             elif isinstance(tensor, nn.Parameter):
                 self.missing.append(name)
-        ignored = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        ignored = [
+            re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ]
         left = [name for name in weights.files if name not in used]
         self.unexpected = [name for name in left if not any(pattern.search(name) for pattern in ignored)]
-        shapes = [(name, weights.shape(self.found[name]), tuple(t.shape)) for name, t, _ in targets if name in self.found]
+        shapes = [
+            (name, weights.shape(self.found[name]), tuple(t.shape))
+            for name, t, _ in targets
+            if name in self.found
+        ]
         self.misfits = [row for row in shapes if row[1] != row[2]]
 
     def _plain(self, name: str) -> str:
@@ -188,18 +200,24 @@ def _check(place: str, match: _Match, *, missing: list[str], drawn: bool) -> Non
     if body:
         parts.append(f"{len(body)} without a place in the model: {_patterns(body)}")
     if match.misfits:
-        rows = {f"{pattern(name)} is {list(saved)}, model {list(here)}" for name, saved, here in match.misfits}
+        rows = {
+            f"{pattern(name)} is {list(saved)}, model {list(here)}" for name, saved, here in match.misfits
+        }
         parts.append(f"{len(match.misfits)} of another shape: {'; '.join(sorted(rows)[:_SHOWN])}")
     if not parts:
         return
     body_prefix = f"{match.prefix}."
-    only_head = missing and not body and not match.misfits and not any(n.startswith(body_prefix) for n in missing)
+    only_head = (
+        missing and not body and not match.misfits and not any(n.startswith(body_prefix) for n in missing)
+    )
     fix = (
         'Set model.init = "pretrained_body" to draw a new head'
         if only_head
         else "Set model.task and model.* sizes as the files have them, or take the files of this model"
     )
-    raise ConfigError("E121", f"the weights of hf:{place} are those of another model: {'. '.join(parts)}. {fix}.")
+    raise ConfigError(
+        "E121", f"the weights of hf:{place} are those of another model: {'. '.join(parts)}. {fix}."
+    )
 
 
 def pattern(name: str) -> str:

@@ -193,7 +193,9 @@ class ModelConfig(Section):
             for key in ("init", "task"):
                 value = getattr(self, key)
                 if value not in ("random", None):
-                    text = f'{toml_literal(value)}: only an "hf:" model has it, not {toml_literal(self.source)}'
+                    text = (
+                        f'{toml_literal(value)}: only an "hf:" model has it, not {toml_literal(self.source)}'
+                    )
                     raise problem("E109", text, key=key)
         return self
 

@@ -21,7 +21,7 @@ from meshwright.errors import ConfigError
 from meshwright.sharding.memory import give_memory
 from meshwright.training.determinism import prepare
 from meshwright.training.flops import FlopsPerSample
-from meshwright.training.initialise import materialise_buffers, reset_initialiser
+from meshwright.training.initialise import call_build, first_values
 from meshwright.training.normaliser import sum_and_count
 from meshwright.training.step import Loss
 from meshwright.training.task import DTYPES, Task, make_task
@@ -80,13 +80,13 @@ def make_subject(job: VerifyJob) -> Task:
 
 
 def _task_of(functions: Functions, *, seed: int, precision: str) -> Task:
-    model, data = functions.build(), functions.data
+    model, data = call_build(functions.build), functions.data
     if not isinstance(model, nn.Module):
         raise ConfigError("E111", f"build() must return an nn.Module; it returned {type(model).__name__}")
     if not len(data):
         raise ConfigError("E105", "data has 0 samples; at least 1 is needed")
     model.to(DTYPES[precision])
-    materialise_buffers(model, seed)
+    initialiser = first_values(functions.build, model, seed)
     if any(parameter.is_meta for parameter in model.parameters()):
         loss = _pair_only(functions.loss)
     else:
@@ -98,7 +98,7 @@ def _task_of(functions: Functions, *, seed: int, precision: str) -> Task:
         loss=loss,
         train_data=data,
         heldout_data=None,
-        initialiser=reset_initialiser(model, seed),
+        initialiser=initialiser,
         flops=FlopsPerSample(0.0, 0.0),
         shape={},
     )

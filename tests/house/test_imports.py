@@ -30,6 +30,10 @@ MAY_IMPORT_LATE = {"cli", "launching", "testing", "lessons"}
 # Dependencies that only some runs need.
 OPTIONAL = {
     ("meshwright/data/digits.py", "sklearn.datasets"),
+    ("meshwright/data/hub.py", "huggingface_hub"),
+    ("meshwright/training/hf_source.py", "transformers"),
+    ("meshwright/training/hf_source.py", "transformers.conversion_mapping"),
+    ("meshwright/training/hf_source.py", "transformers.core_model_loading"),
     ("meshwright/training/metrics.py", "torch.utils.tensorboard"),
 }
 # Besides comm/: the pool of ranks makes the process groups of tests.

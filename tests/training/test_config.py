@@ -200,13 +200,18 @@ stages = [
         ),
         (
             "model.source=py:a",
-            'E109 command line  model.source = "py:a": write "preset:NAME" or "py:MODULE:FUNC',
+            'E109 command line  model.source = "py:a": write "preset:NAME", "hf:PATH_OR_ID" or',
         ),
         (
             "model.source=gpt-nanoo",
             "E104 command line  model.source = \"gpt-nanoo\": unknown model preset 'gpt-nanoo'. Did",
         ),
-        ("model.source=hf:a", 'E110 command line  model.source = "hf:a" is not built yet'),
+        ("model.source=hf:", 'E109 command line  model.source = "hf:": write "preset:NAME", "hf:PATH_OR_ID"'),
+        (
+            "model.init=pretrained",
+            'E109 command line  model.init = "pretrained": only an "hf:" model has it, not "pre',
+        ),
+        ("model.task=masked_lm", 'E109 command line  model.task = "masked_lm": only an "hf:" model has it'),
         ("plan.recompute=some", 'E109 command line  plan.recompute = "some": write one of none, full'),
         (
             "train.stop_at=60 s",
@@ -230,7 +235,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
 @pytest.mark.parametrize(
     "override",
     [
-        "model.init=pretrained",
         "plan.mode=auto",
         "plan.hsdp=2",
         "plan.ownership=whole",

@@ -109,13 +109,13 @@ def _shards(mesh, folder: str, policy: str) -> Any:
         engine = ShardingEngine(
             model,
             policy=find_policy(policy, bucket_bytes=4096),
-            group=mesh.group("dp"),
+            groups=mesh.data_groups(),
             device=torch.device("cpu"),
             initialiser=build.first_values(model, 0),
         )
     finally:
         pretrained.safe_open = original
-    values = [(s.name, s.piece.start, s.parameter.detach().clone()) for s in engine.shards]
+    values = [(s.name, s.piece.start, s.parameter.detach().flatten().clone()) for s in engine.shards]
     return values, counting.numel, sum(value.numel() for _, _, value in values)
 
 
@@ -149,7 +149,9 @@ def test_weights_of_another_model_are_named_in_patterns(tmp_path, folders) -> No
     text = _error(folders["llama"], sizes={"ffn_dim": 40})
     assert "6 of another shape: model.layers.*.mlp.down_proj.weight is [32, 44], model [32, 40]; " in text
     text = _error(folders["llama"], sizes={"num_layers": 1})
-    assert re.search(r"9 without a place in the model: model\.layers\.\*\.[\w.]+, .* and 5 more\. Set model", text)
+    assert re.search(
+        r"9 without a place in the model: model\.layers\.\*\.[\w.]+, .* and 5 more\. Set model", text
+    )
     weights = load_file(folders["llama"] / "model.safetensors")
     for layer in range(2):
         del weights[f"model.layers.{layer}.mlp.up_proj.weight"]
@@ -162,12 +164,16 @@ def test_a_new_head_must_be_asked_for(folders) -> None:
     options = {"task": "sequence_classification"}
     text = _error(folders["bert"], **options)
     assert "missing: " in text
-    assert "bert.pooler.dense.weight" in text  # a masked model has none: it belongs to the body, so it is not drawn
+    assert (
+        "bert.pooler.dense.weight" in text
+    )  # a masked model has none: it belongs to the body, so it is not drawn
     folder = folders["gpt2"]
     text = _error(folder, **options)
     assert text.endswith('1 missing: score.weight. Set model.init = "pretrained_body" to draw a new head.')
     model = HfBuild(str(folder), init="pretrained_body", task="sequence_classification")()
-    assert torch.equal(model.transformer.wte.weight, load_file(folder / "model.safetensors")["transformer.wte.weight"])
+    assert torch.equal(
+        model.transformer.wte.weight, load_file(folder / "model.safetensors")["transformer.wte.weight"]
+    )
     assert 0 < float(model.score.weight.detach().std()) < 0.05
 
 
@@ -176,7 +182,9 @@ def test_folders_without_usable_weights_are_named(tmp_path, folders) -> None:
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "pytorch_model.bin").touch()
     assert "pytorch_model.bin is pickled and never loaded" in _error(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "lost.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "lost.safetensors"}})
+    )
     assert "names lost.safetensors, which is not there" in _error(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
     assert f"{tmp_path}/model.safetensors: " in _error(tmp_path)
