@@ -40,12 +40,13 @@ class CommEvent:
         sequence: number of this event on this rank, from 0.
         ordinal: number of this collective over its axis on this rank, from 0; what ranks of a group compare by.
             Sends and receives have their own counts: their order differs between peers by right.
-        op: `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `all_to_all`, `send`, `receive` or
-            `barrier`.
+        op: `all_reduce`, `reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `all_to_all`, `send`, `receive`
+            or `barrier`.
         axis: name of the group, e.g. `dp`.
         peers: ranks of the group.
         dtype: element type as torch names it, without `torch.`.
-        numel: number of elements of the largest tensor of the call on this rank.
+        numel: number of elements of the largest tensor of the call on this rank, or what all groups of the axis
+            share where their tensors differ in size.
         cause: who asked and for what, e.g. `gather blocks.3`.
         started: seconds since the epoch.
         finished: the same; 0.0 while in flight.

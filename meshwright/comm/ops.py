@@ -102,7 +102,15 @@ def _network_error(log: CommLog, sequence: int, error: RuntimeError) -> WorkerEr
     return WorkerError("E401", f"rank {log.rank} lost its peers in {what}: {first_line}")
 
 
-def _issue(group: Group, op: str, tensor: Tensor, cause: str, call: Callable[[Transport], Work]) -> Handle:
+def _issue(
+    group: Group,
+    op: str,
+    tensor: Tensor,
+    cause: str,
+    call: Callable[[Transport], Work],
+    *,
+    agreed_numel: int | None = None,
+) -> Handle:
     if group.size == 1 or group.transport is None:
         return DONE
     sequence = group.log.start(
@@ -110,7 +118,7 @@ def _issue(group: Group, op: str, tensor: Tensor, cause: str, call: Callable[[Tr
         group.axis,
         peers=_peer_text(group.ranks),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        numel=tensor.numel(),
+        numel=agreed_numel or tensor.numel(),
         nbytes=tensor.numel() * tensor.element_size(),
         cause=cause,
     )
@@ -126,9 +134,29 @@ def _peer_text(ranks: tuple[int, ...]) -> str:
     return text if len(text) <= 36 else f"{ranks[0]}..{ranks[-1]}/{ranks[1] - ranks[0]}"
 
 
-def all_reduce(tensor: Tensor, group: Group, *, cause: str) -> Handle:
-    """Start summing the contiguous `tensor` over the group, in place."""
-    return _issue(group, "all_reduce", tensor, cause, lambda transport: transport.all_reduce(tensor))
+def all_reduce(tensor: Tensor, group: Group, *, cause: str, agreed_numel: int | None = None) -> Handle:
+    """Start summing the contiguous `tensor` over the group, in place.
+
+    `agreed_numel` is a number that ranks of all groups of this axis share where their tensors differ in size.
+    """
+    return _issue(
+        group,
+        "all_reduce",
+        tensor,
+        cause,
+        lambda transport: transport.all_reduce(tensor),
+        agreed_numel=agreed_numel,
+    )
+
+
+def reduce(tensor: Tensor, group: Group, *, index: int, cause: str) -> Handle:
+    """Start summing `tensor` over the group into that of the group's rank number `index`, in place.
+
+    On the other ranks `tensor` may be overwritten.
+    """
+    return _issue(
+        group, "reduce", tensor, f"{cause} to {index}", lambda transport: transport.reduce(tensor, index)
+    )
 
 
 def reduce_scatter(output: Tensor, source: Tensor, group: Group, *, cause: str) -> Handle:
@@ -157,6 +185,7 @@ def all_gather(output: Tensor, source: Tensor, group: Group, *, cause: str) -> H
 
 def broadcast(tensor: Tensor, group: Group, *, index: int, cause: str) -> Handle:
     """Start copying `tensor` of the group's rank number `index` to all."""
+    cause = f"{cause} from {index}"
     return _issue(group, "broadcast", tensor, cause, lambda transport: transport.broadcast(tensor, index))
 
 

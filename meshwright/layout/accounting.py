@@ -9,6 +9,9 @@ runs. With N bytes of padded parameters over P ranks and A micro-batches, per ra
 | zero2 | (A+1)(P-1)/P·N | N + 3N/P, and two open buckets |
 | zero3, U units | A·((2U-1 gathers) + U reduce-scatters) | 4N/P, and gathered units |
 
+With whole ownership the bytes are the means over ranks: an owner receives what others send. Over R copies of P ranks
+each (hsdp) every rank sends another 2(R-1)/R·N/P once a step.
+
 Source: ZeRO (arXiv 1910.02054), sections 5 and 7.
 Simplification: parameters of no bucket (not trained and not sharded) and activations are not counted.
 """
@@ -51,7 +54,11 @@ class MemoryBytes:
 
 
 def _nbytes(buckets: Sequence[Bucket]) -> int:
-    return sum(bucket.numel * bucket.itemsize for bucket in buckets)
+    return sum(bucket.nbytes for bucket in buckets)
+
+
+def _shard_bytes(buckets: Sequence[Bucket], index: int) -> int:
+    return sum(bucket.shard_numel(index) * bucket.itemsize for bucket in buckets)
 
 
 def _all(units: Sequence[Unit]) -> list[Bucket]:
@@ -72,27 +79,49 @@ def kept_unit(policy: ShardingPolicy, units: Sequence[Unit]) -> Unit | None:
 def declared_calls(policy: ShardingPolicy, units: Sequence[Unit], *, num_microbatches: int) -> Counter[str]:
     """Logical collectives of one training step on each rank, by operation, without the one small reduction.
 
-    For models that use every unit once, in order.
+    Those among the ranks of one copy; `copies_calls` has those between copies. For models that use every unit once,
+    in order.
     """
     calls: Counter[str] = Counter()
     buckets = _trained(units)
     if not buckets or buckets[0].num_shards == 1:
         return calls
+    whole = policy.ownership == "whole"
+    reduce, gather = ("reduce", "broadcast") if whole else ("reduce_scatter", "all_gather")
     if policy.last_microbatch is not None:
-        calls[policy.last_microbatch] += len(buckets)
+        last = policy.last_microbatch
+        calls[last if last == "all_reduce" else reduce] += _num_calls(policy, buckets)
     if policy.gradient_ready == "reduce_scatter":
-        calls["reduce_scatter"] += len(buckets) * num_microbatches
+        calls[reduce] += _num_calls(policy, buckets) * num_microbatches
     if policy.after_step is not None:
-        calls["all_gather"] += len(buckets)
+        calls[gather] += _num_calls(policy, buckets)
     if policy.before_use is not None:
         kept = kept_unit(policy, units)
-        gathers = 2 * len(_all(units)) - (len(kept.buckets) if kept else 0)
-        calls["all_gather"] += gathers * num_microbatches
+        gathers = 2 * _num_calls(policy, _all(units)) - (_num_calls(policy, kept.buckets) if kept else 0)
+        calls[gather] += gathers * num_microbatches
     return calls
 
 
+def _num_calls(policy: ShardingPolicy, buckets: Sequence[Bucket]) -> int:
+    """One a bucket, with whole ownership one for each of its owners."""
+    return sum(len(bucket.parts()) for bucket in buckets) if policy.ownership == "whole" else len(buckets)
+
+
+def copies_calls(units: Sequence[Unit], *, num_copies: int) -> Counter[str]:
+    """Logical collectives of one step between the copies of the model, where a sharding policy has several."""
+    return Counter({"all_reduce": len(_trained(units))} if num_copies > 1 and _trained(units) else {})
+
+
+def copies_wire_bytes(units: Sequence[Unit], *, num_copies: int, index: int = 0) -> int:
+    """Bytes that rank `index` of each copy sends in one step to other copies."""
+    return 2 * _shard_bytes(_trained(units), index) * (num_copies - 1) // num_copies
+
+
 def declared_wire_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, num_microbatches: int) -> int:
-    """Bytes that each rank sends in one step (as many come in), without the one small reduction."""
+    """Bytes that each rank sends in one step (as many come in), without the one small reduction.
+
+    Among the ranks of one copy, see `copies_wire_bytes`; with whole ownership the mean over them.
+    """
     buckets = _trained(units)
     if not buckets or buckets[0].num_shards == 1:
         return 0
@@ -111,11 +140,12 @@ def declared_wire_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, num_mi
     return numel_moved * (shards - 1) // shards
 
 
-def memory_bytes(policy: ShardingPolicy, units: Sequence[Unit]) -> MemoryBytes:
-    """Bytes of weights and gradients that each rank holds from its first backward on, at every moment of a step.
+def memory_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, index: int = 0) -> MemoryBytes:
+    """Bytes of weights and gradients that rank `index` holds from its first backward on, at every moment of a step.
 
-    Buffers of gathered weights and open gradients are kept for reuse, so nothing grows or shrinks inside a step. For
-    models that use every unit once, in order, and whose gradients come in reverse order.
+    Ranks differ with whole ownership only. Buffers of gathered weights and open gradients are kept for reuse, so
+    nothing grows or shrinks inside a step. For models that use every unit once, in order, and whose gradients come in
+    reverse order.
     """
     buckets, trained = _all(units), _trained(units)
     shards = buckets[0].num_shards if buckets else 1
@@ -123,9 +153,9 @@ def memory_bytes(policy: ShardingPolicy, units: Sequence[Unit]) -> MemoryBytes:
     sums_in_shard = policy.shards_gradients and shards > 1
     return MemoryBytes(
         weights=_pool_bytes(policy, units, trained_only=False) if transient else _nbytes(buckets),
-        weight_shards=_nbytes(buckets) // shards if transient else 0,
+        weight_shards=_shard_bytes(buckets, index) if transient else 0,
         gradients=0 if sums_in_shard else _nbytes(trained),
-        gradient_shards=_nbytes(trained) // shards if sums_in_shard else 0,
+        gradient_shards=_shard_bytes(trained, index) if sums_in_shard else 0,
         pool=_pool_bytes(policy, units, trained_only=True) if sums_in_shard else 0,
     )
 
@@ -135,17 +165,28 @@ def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, trained_only: 
 
     Two: of gradients, one fills while one is reduced; of weights, one is used while the next is gathered.
     """
-    total, shared = 0, dict[tuple[str, bool], list[int]]()
+    total, shared = 0, dict[tuple[str, str, bool], list[int]]()
     for unit in units:
         for bucket in unit.buckets:
             if trained_only and not bucket.trainable:
                 continue
-            nbytes = bucket.numel * bucket.itemsize
+            nbytes = bucket.nbytes
             if unit.is_root and policy.shards_parameters:
                 total += nbytes
             else:
-                shared.setdefault((bucket.parameters[0].dtype, bucket.trainable), []).append(nbytes)
+                shared.setdefault(bucket.parameters[0].kind, []).append(nbytes)
     return total + sum(max(sizes) * min(2, len(sizes)) for sizes in shared.values())
+
+
+def owner_imbalance(units: Sequence[Unit]) -> float:
+    """Bytes of parameters of the rank that owns most, over the mean of all ranks."""
+    buckets = _all(units)
+    owners = range(buckets[0].num_shards if buckets else 0)
+    held = [
+        sum((p.stop - p.start) * bucket.itemsize for bucket in buckets for p in bucket.owned(owner))
+        for owner in owners
+    ]
+    return max(held) * len(held) / sum(held) if any(held) else 1.0
 
 
 def optimizer_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, optimizer: str, index: int = 0) -> int:

@@ -1,13 +1,13 @@
 """Buckets as plain data: where each parameter lies in a flat buffer, and who owns which piece.
 
-Owns the placement of parameters in buckets and the grouping of parameters into buckets and units. The engine
+Owns the placement of parameters in buckets. Grouping them is `layout/grouping.py`'s business. The engine
 (`sharding/`) gives these numbers memory; accounting (`layout/accounting.py`) turns them into bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.layout.layout import FlatOwnership, Layout
@@ -15,13 +15,30 @@ from meshwright.layout.layout import FlatOwnership, Layout
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as numbers: its name in the model, shape, element type and whether it is trained."""
+    """A parameter as numbers.
+
+    Attributes:
+        name: in the model.
+        shape: of the logical tensor.
+        dtype: element type.
+        itemsize: bytes of one element.
+        trainable: whether it gets a gradient.
+        device: where it lies when a module spans several devices of this process; empty: the run's.
+        is_hidden: whether it is a matrix of a repeated block (what Muon updates).
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     trainable: bool = True
+    device: str = ""
+    is_hidden: bool = False
+
+    @property
+    def kind(self) -> tuple[str, str, bool]:
+        """(device, element type, trained): a bucket never mixes kinds."""
+        return self.device, self.dtype, self.trainable
 
     @property
     def numel(self) -> int:
@@ -40,23 +57,38 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Owned:
+    """One entry of a bucket's ownership list: flat elements [start, stop) of parameter `name` are `owner`'s."""
+
+    name: str
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(frozen=True)
 class Bucket:
-    """Parameters of one element type laid end to end in a flat buffer that divides by the number of ranks.
+    """Parameters of one kind laid end to end in a flat buffer, and which rank owns which part of it.
 
     Attributes:
         name: used in logs, e.g. `bucket 0` or `blocks.3`.
         parameters: in the order in which they lie.
         offsets: element offset of each.
         numel: padded size; zero padding fills the gaps.
-        num_shards: ranks over which it is divided.
-        trainable: whether its parameters get gradients.
+        spans: elements [start, stop) of the buffer that each rank owns, padding included; together all of it.
+            Flat ownership cuts equal parts anywhere, whole ownership only where a parameter starts.
     """
 
     name: str
     parameters: tuple[ParameterSpec, ...]
     offsets: tuple[int, ...]
     numel: int
-    num_shards: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which it is divided."""
+        return len(self.spans)
 
     @property
     def trainable(self) -> bool:
@@ -69,20 +101,37 @@ class Bucket:
         return self.parameters[0].itemsize
 
     @property
-    def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included."""
-        return self.numel // self.num_shards
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.numel * self.itemsize
+
+    def shard_numel(self, index: int) -> int:
+        """Elements of rank `index`'s shard, padding included."""
+        start, stop = self.spans[index]
+        return stop - start
+
+    def parts(self) -> list[tuple[int, int, int]]:
+        """(owner, start, stop) of every part of the buffer that is not empty."""
+        return [(owner, start, stop) for owner, (start, stop) in enumerate(self.spans) if start < stop]
 
     def owned(self, index: int, num_owners: int | None = None) -> list[Piece]:
-        """Pieces that rank `index` of `num_owners` (default: all shards) owns, in order; empty ones left out."""
-        size = self.numel // (num_owners or self.num_shards)
-        first, last = index * size, (index + 1) * size
+        """Pieces that rank `index` owns, in order, empty ones left out; with one owner it owns everything."""
+        assert num_owners in (None, 1, self.num_shards), f"{num_owners} owners of {self.num_shards} shards"
+        first, last = (0, self.numel) if num_owners == 1 else self.spans[index]
         pieces = []
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
             start, stop = max(first, offset), min(last, offset + parameter.numel)
             if start < stop:
                 pieces.append(Piece(parameter.name, start - offset, stop - offset, start - first))
         return pieces
+
+    def ownership(self) -> list[Owned]:
+        """The ownership list: who owns which part of which parameter."""
+        return [
+            Owned(piece.name, piece.start, piece.stop, owner)
+            for owner in range(self.num_shards)
+            for piece in self.owned(owner)
+        ]
 
     def gaps(self) -> list[tuple[int, int]]:
         """Intervals of padding."""
@@ -95,10 +144,9 @@ class Bucket:
         position = next(i for i, p in enumerate(self.parameters) if p.name == name)
         parameter, offset = self.parameters[position], self.offsets[position]
         intervals = []
-        for index in range(self.num_shards):
-            low = min(max(index * self.shard_numel - offset, 0), parameter.numel)
-            high = min(max((index + 1) * self.shard_numel - offset, low), parameter.numel)
-            intervals.append((low, high))
+        for start, stop in self.spans:
+            low = min(max(start - offset, 0), parameter.numel)
+            intervals.append((low, min(max(stop - offset, low), parameter.numel)))
         return Layout(parameter.shape, flat=FlatOwnership(axis, tuple(intervals)))
 
 
@@ -119,72 +167,56 @@ class Unit:
 
 
 def make_bucket(
-    name: str, parameters: Sequence[ParameterSpec], *, num_shards: int, alignment_numel: int
+    name: str,
+    parameters: Sequence[ParameterSpec],
+    *,
+    num_shards: int,
+    alignment_numel: int,
+    owners: Mapping[str, int] | None = None,
 ) -> Bucket:
-    """Lay `parameters` end to end, each start rounded up to the alignment, the total to the number of shards."""
-    kinds = {(p.dtype, p.trainable) for p in parameters}
+    """Lay `parameters` end to end, each start rounded up to the alignment.
+
+    Args:
+        name: of the bucket.
+        parameters: of one kind.
+        num_shards: ranks over which it is divided.
+        alignment_numel: see `ShardingPolicy`.
+        owners: parameter name to the rank that owns it whole, whose parameters then lie together; None: equal
+            shards cut anywhere, and the total is padded to the number of ranks.
+    """
+    kinds = {parameter.kind for parameter in parameters}
     assert len(kinds) == 1, f"bucket {name} mixes {sorted(map(str, kinds))}"
+    if owners is not None:
+        parameters = sorted(parameters, key=lambda parameter: owners[parameter.name])
     offsets, end = [], 0
     for parameter in parameters:
         start = _round_up(end, alignment_numel)
         offsets.append(start)
         end = start + parameter.numel
-    numel = _round_up(max(end, 1), num_shards * alignment_numel)
-    return Bucket(name, tuple(parameters), tuple(offsets), numel, num_shards)
+    numel = _round_up(max(end, 1), alignment_numel * (num_shards if owners is None else 1))
+    if owners is None:
+        spans = _equal_spans(numel, num_shards)
+    else:
+        spans = _whole_spans(
+            [owners[p.name] for p in parameters], offsets, numel=numel, num_owners=num_shards
+        )
+    return Bucket(name, tuple(parameters), tuple(offsets), numel, spans)
 
 
-def group_by_size(
-    parameters: Sequence[ParameterSpec], *, num_shards: int, bucket_bytes: int, alignment_numel: int
-) -> tuple[Unit, ...]:
-    """ddp, zero1, zero2: the root unit with buckets of about `bucket_bytes`, in reverse order of registration.
-
-    Gradients become ready roughly in reverse order of registration, so bucket 0 is reduced first. Parameters
-    that are not trained stay where they are.
-    """
-    buckets: list[Bucket] = []
-    group: list[ParameterSpec] = []
-
-    def close() -> None:
-        if group:
-            name = f"bucket {len(buckets)}"
-            buckets.append(make_bucket(name, group, num_shards=num_shards, alignment_numel=alignment_numel))
-            group.clear()
-
-    for parameter in reversed([p for p in parameters if p.trainable]):
-        if group and group[-1].dtype != parameter.dtype:
-            close()
-        group.append(parameter)
-        if sum(p.numel * p.itemsize for p in group) >= bucket_bytes:
-            close()
-    close()
-    return (Unit("", tuple(buckets)),)
+def _equal_spans(numel: int, num_shards: int) -> tuple[tuple[int, int], ...]:
+    size = numel // num_shards
+    return tuple((index * size, (index + 1) * size) for index in range(num_shards))
 
 
-def group_by_module(
-    parameters: Sequence[ParameterSpec], unit_of: dict[str, str], *, num_shards: int, alignment_numel: int
-) -> tuple[Unit, ...]:
-    """zero3: one unit a module, the root first; `unit_of` maps parameter names to unit names (root: empty).
-
-    A unit has one bucket for each (element type, trained or not).
-    """
-    names = list(dict.fromkeys(["", *(unit_of[p.name] for p in parameters)]))
-    units = []
-    for unit in names:
-        kinds: dict[tuple[str, bool], list[ParameterSpec]] = {}
-        for parameter in parameters:
-            if unit_of[parameter.name] == unit:
-                kinds.setdefault((parameter.dtype, parameter.trainable), []).append(parameter)
-        buckets = []
-        for (dtype, trainable), members in kinds.items():
-            suffix = "" if len(kinds) == 1 else f" {dtype}" + ("" if trainable else " frozen")
-            buckets.append(
-                make_bucket(
-                    (unit or "root") + suffix, members, num_shards=num_shards, alignment_numel=alignment_numel
-                )
-            )
-        if buckets:
-            units.append(Unit(unit, tuple(buckets)))
-    return tuple(units)
+def _whole_spans(
+    owners: Sequence[int], offsets: Sequence[int], *, numel: int, num_owners: int
+) -> tuple[tuple[int, int], ...]:
+    """From an owner's first parameter to the next owner's first; `owners` ascend along the buffer."""
+    firsts = [
+        next((offset for owner, offset in zip(owners, offsets, strict=True) if owner >= index), numel)
+        for index in range(num_owners)
+    ]
+    return tuple(zip(firsts, [*firsts[1:], numel], strict=True))
 
 
 def _round_up(value: int, multiple: int) -> int:

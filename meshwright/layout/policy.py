@@ -7,7 +7,12 @@
 | zero2 | - | - | reduce_scatter | - | all_gather |
 | zero3 | all_gather | free | reduce_scatter | - | - |
 
-Sources: DDP, VLDB 2020 (arXiv 2006.15704); ZeRO (arXiv 1910.02054); FSDP (arXiv 2304.11277).
+Two things vary every sharding row. `ownership = "whole"` puts `reduce` (to the owner) in the place of reduce_scatter
+and `broadcast` (from the owner) in the place of all_gather. Where a mesh has several copies (dp_replicate; zero3 is
+then called hsdp), the row holds within each copy, and gradient shards are summed over copies after the last
+micro-batch.
+
+Sources: DDP, VLDB 2020 (arXiv 2006.15704); ZeRO (arXiv 1910.02054); FSDP and hybrid sharding (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from typing import Literal
 from meshwright.errors import PlanError
 
 DEFAULT_BUCKET_BYTES = 25 << 20
+Ownership = Literal["flat", "whole"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class ShardingPolicy:
         bucket_bytes: target size of a bucket of `ddp`, `zero1`, `zero2`; zero3 makes one bucket a module.
         alignment_numel: elements to which every parameter's start is rounded up in a bucket (64 bytes of fp32:
             a vector register, and what tensor cores ask for).
+        ownership: `flat` cuts shards anywhere; `whole` gives every parameter to one rank: its gradient is reduced to
+            that owner, and its weights are broadcast from there.
     """
 
     name: str
@@ -49,6 +57,7 @@ class ShardingPolicy:
     keep_last: bool = True
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     alignment_numel: int = 16
+    ownership: Ownership = "flat"
 
     @property
     def shards_optimizer(self) -> bool:
@@ -77,7 +86,9 @@ POLICY_NAMES = tuple(row.name for row in _ROWS)
 _ALIASES = {"fsdp": "zero3", "zero0": "ddp"}
 
 
-def find_policy(name: str | int, *, bucket_bytes: int | None = None) -> ShardingPolicy:
+def find_policy(
+    name: str | int, *, bucket_bytes: int | None = None, ownership: Ownership = "flat"
+) -> ShardingPolicy:
     """The policy called `name` (`ddp`, `zero1` ...), or of ZeRO stage `name` (0..3).
 
     Raises:
@@ -87,7 +98,8 @@ def find_policy(name: str | int, *, bucket_bytes: int | None = None) -> Sharding
     wanted = _ALIASES.get(wanted, wanted)
     for row in _ROWS:
         if row.name == wanted:
-            return row if bucket_bytes is None else replace(row, bucket_bytes=bucket_bytes)
+            chosen = replace(row, ownership=ownership)
+            return chosen if bucket_bytes is None else replace(chosen, bucket_bytes=bucket_bytes)
     near = difflib.get_close_matches(wanted, POLICY_NAMES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise PlanError("E204", f"unknown sharding policy {name!r}; known: {', '.join(POLICY_NAMES)}.{hint}")

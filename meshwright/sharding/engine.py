@@ -27,10 +27,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import ops
 from meshwright.comm.ops import DataGroups, Group
 from meshwright.errors import PlanError
-from meshwright.layout.bucket import Piece, Unit, group_by_module, group_by_size
+from meshwright.layout.bucket import Piece, Unit
+from meshwright.layout.grouping import Division, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
 from meshwright.sharding.gatherer import GatheredUnit, Gatherer
 from meshwright.sharding.memory import BucketMemory, BufferPool, Initialiser, give_memory
@@ -210,15 +210,24 @@ class ShardingEngine:
                 self._reduce(self._trained[position])
         self._drain(0)
         if self._last:
-            for memory in self._trained:
-                memory.finish_step_sum()
+            self._finish_sums()
+
+    def _finish_sums(self) -> None:
+        """Every gradient shard holds the sum of the whole step, over all copies of the model."""
+        for memory in self._trained:
+            memory.finish_step_sum()
+            if self.policy.shards_optimizer:  # not yet begun where the last micro-batch left the bucket out
+                memory.start_copies_sum(self.groups.replicate)
+        for memory in self._trained:
+            if memory.copies_sum is not None:
+                memory.copies_sum.wait()
 
     def finish_step(self) -> None:
         """After the optimizer: gather updated weights where the policy says so."""
         if self.policy.after_step != "all_gather":
             return
         handles = [memory.start_update(self.groups.shard) for memory in self._trained]
-        for handle in handles:
+        for handle in [handle for started in handles for handle in started]:
             handle.wait()
 
     @contextmanager
@@ -256,11 +265,11 @@ class ShardingEngine:
         Every logical element is counted on exactly one rank, also where gradients are replicated (ddp).
         """
         total = torch.zeros((), dtype=torch.float64)
+        holders = self.groups.replicate if self.policy.shards_optimizer else self.group
         for memory in self._trained:
-            counted = memory.gradient_shard
-            if memory.owner_count == 1 and self.group.size > 1:
-                counted = counted.view(self.group.size, -1)[self.group.index]
-            total += sum_of_squares(counted).cpu()
+            held = memory.gradient_shard
+            first, last = (held.numel() * (holders.index + step) // holders.size for step in (0, 1))
+            total += sum_of_squares(held[first:last]).cpu()
         return total
 
     def scale_gradients(self, factor: float) -> None:
@@ -362,16 +371,7 @@ class ShardingEngine:
             memory.open(
                 self._gradient_pools[memory]
             )  # no parameter of it got a gradient here; a peer may have some
-        assert memory.gradients is not None
-        memory.zero_unwritten()
-        memory.reduced = True
-        cause = f"reduce {memory.bucket.name}"
-        if self.policy.last_microbatch == "all_reduce":
-            memory.reduction = ops.all_reduce(memory.gradients, self.group, cause=cause)
-        else:
-            memory.reduction = ops.reduce_scatter(
-                memory.reduced_part, memory.gradients, self.groups.shard, cause=cause
-            )
+        memory.start_reduction(self.groups)
         self._in_flight.append(memory)
         if self.policy.shards_optimizer:
             self._drain(REDUCTIONS_IN_FLIGHT)
@@ -379,11 +379,11 @@ class ShardingEngine:
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
             memory = self._in_flight.pop(0)
-            assert memory.reduction is not None
-            memory.reduction.wait()
-            memory.reduction = None
+            memory.finish_reduction()
             if memory.sums_in_shard:
                 memory.close(self._gradient_pools[memory])
+            if self._last and self.policy.shards_optimizer:
+                memory.start_copies_sum(self.groups.replicate)  # behind the rest of the backward
 
 
 def _pools(
@@ -414,13 +414,10 @@ def _pool_bytes(pools: dict[BucketMemory, BufferPool]) -> int:
 def plan_units(model: nn.Module, policy: ShardingPolicy, num_shards: int) -> tuple[Unit, ...]:
     """Group the model's parameters into units and buckets as `policy` wants them."""
     specs = parameter_specs(model)
-    alignment = policy.alignment_numel
+    division = Division(num_shards, policy.alignment_numel, policy.ownership)
     if policy.shards_parameters:
-        unit_of = assign_units(model, find_units(model))
-        return group_by_module(specs, unit_of, num_shards=num_shards, alignment_numel=alignment)
-    return group_by_size(
-        specs, num_shards=num_shards, bucket_bytes=policy.bucket_bytes, alignment_numel=alignment
-    )
+        return group_by_module(specs, assign_units(model, find_units(model)), division)
+    return group_by_size(specs, division, bucket_bytes=policy.bucket_bytes)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

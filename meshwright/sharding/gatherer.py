@@ -246,7 +246,8 @@ class Gatherer:
     def _start_gather(self, unit: GatheredUnit) -> None:
         if unit.state != "released":
             return
-        unit.handles = [m.start_gather(self._pools[m], self._group) for m in unit.memories if m.transient]
+        started = [m.start_gather(self._pools[m], self._group) for m in unit.memories if m.transient]
+        unit.handles = [handle for handles in started for handle in handles]
         unit.state = "coming"
 
     def _wait(self, unit: GatheredUnit) -> None:

@@ -1,4 +1,4 @@
-"""Memory of one bucket: flat weights, flat gradients, this rank's shard of both, and a pool of open buffers."""
+"""One bucket on this rank: flat weights, flat gradients, this rank's shard of both, and what moves between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import ops
-from meshwright.comm.ops import Group, Handle
+from meshwright.comm.ops import DataGroups, Group, Handle
 from meshwright.layout.bucket import Bucket, ParameterSpec, Piece
 from meshwright.layout.policy import ShardingPolicy
 
@@ -59,6 +59,8 @@ class BucketMemory:
         reduced: whether the reduction of this micro-batch has been issued.
         sums_in_shard: whether `gradients` is only open during a backward and the sum lives in the shard.
         shard_holds_sum: whether the shard has been written in this step.
+        reductions: the reduction of this micro-batch while it is in flight.
+        copies_sum: the step's sum of the gradient shard over copies of the model while it is in flight.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class BucketMemory:
         self.weights: Tensor | None = None
         self.gradients: Tensor | None = None
         self.gradient_views: list[Tensor] = []
-        self.reduction: Handle | None = None
+        self.reductions: list[Handle] = []
+        self.copies_sum: Handle | None = None
         self.missing: set[int] = set()
         self.written: set[int] = set()
         self.lent: set[int] = set()
@@ -87,13 +90,16 @@ class BucketMemory:
     @property
     def shard_slice(self) -> slice:
         """Where this rank's shard lies in the flat buffer."""
-        size = self.bucket.numel // self.owner_count
-        return slice(self.owner_index * size, (self.owner_index + 1) * size)
+        return (
+            slice(0, self.bucket.numel)
+            if self.owner_count == 1
+            else slice(*self.bucket.spans[self.owner_index])
+        )
 
     @property
     def holds_whole(self) -> bool:
         """Whether ranks own whole parameters, never a part of one."""
-        return self.owner_count == 1
+        return self.owner_count == 1 or self.policy.ownership == "whole"
 
     def pieces(self) -> list[Piece]:
         """The parts of parameters that this rank updates."""
@@ -136,7 +142,8 @@ class BucketMemory:
         numel = self.bucket.numel
         if self.policy.shards_gradients and self.bucket.num_shards > 1:
             self.sums_in_shard = True
-            self.gradient_shard = torch.zeros(numel // self.owner_count, dtype=self.dtype, device=device)
+            shard_numel = self.bucket.shard_numel(self.owner_index)
+            self.gradient_shard = torch.zeros(shard_numel, dtype=self.dtype, device=device)
             return
         self.gradients = torch.zeros(numel, dtype=self.dtype, device=device)
         self.gradient_views = self._views(self.gradients)
@@ -150,11 +157,23 @@ class BucketMemory:
 
     # Weights of policies that shard parameters.
 
-    def start_gather(self, pool: BufferPool, group: Group) -> Handle:
+    def start_gather(self, pool: BufferPool, group: Group) -> list[Handle]:
         """Start gathering the weights into a buffer of `pool`; parameters cannot be read before `finish_gather`."""
         self._gathering = pool.take()
-        whole = self._gathering[: self.bucket.numel]
-        return ops.all_gather(whole, self.weight_shard, group, cause=f"gather {self.bucket.name}")
+        return self._distribute(self._gathering[: self.bucket.numel], group)
+
+    def _distribute(self, weights: Tensor, group: Group) -> list[Handle]:
+        """Start filling `weights` from all owners."""
+        cause = f"gather {self.bucket.name}"
+        if self.policy.ownership == "flat":
+            return [ops.all_gather(weights, self.weight_shard, group, cause=cause)]
+        mine = weights[self.shard_slice]
+        if mine.data_ptr() != self.weight_shard.data_ptr():
+            mine.copy_(self.weight_shard)
+        return [
+            ops.broadcast(weights[start:stop], group, index=owner, cause=cause)
+            for owner, start, stop in self.bucket.parts()
+        ]
 
     def finish_gather(self) -> None:
         """Make the parameters views of the gathered weights."""
@@ -172,10 +191,10 @@ class BucketMemory:
             parameter.data = view
         pool.give(self._gathering)
 
-    def start_update(self, group: Group) -> Handle:
+    def start_update(self, group: Group) -> list[Handle]:
         """Start gathering updated shards into full weights that stay (zero1, zero2)."""
         assert self.weights is not None
-        return ops.all_gather(self.weights, self.weight_shard, group, cause=f"gather {self.bucket.name}")
+        return self._distribute(self.weights, group)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of the gathered weights."""
@@ -189,6 +208,7 @@ class BucketMemory:
         """Forget the last step's gradients."""
         self.written.clear()
         self.shard_holds_sum = False
+        self.copies_sum = None
 
     def start_microbatch(self) -> None:
         """Expect every gradient once more."""
@@ -212,18 +232,55 @@ class BucketMemory:
         self.gradients = buffer
         self.gradient_views = self._views(buffer)
 
-    @property
-    def reduced_part(self) -> Tensor:
-        """Where a reduce-scatter puts this rank's part: straight into an empty shard, else beside its sum."""
+    def start_reduction(self, groups: DataGroups) -> None:
+        """Start summing the gradients of this micro-batch over the ranks (of one copy, where the policy shards)."""
         assert self.gradients is not None
-        if self.sums_in_shard and not self.shard_holds_sum:
+        self.zero_unwritten()
+        self.reduced = True
+        cause = f"reduce {self.bucket.name}"
+        if not self.policy.shards_optimizer:
+            self.reductions = [ops.all_reduce(self.gradients, groups.all, cause=cause)]
+        elif self.policy.ownership == "flat":
+            self.reductions = [
+                ops.reduce_scatter(self._reduced_part, self.gradients, groups.shard, cause=cause)
+            ]
+        else:
+            self.reductions = [
+                ops.reduce(self.gradients[start:stop], groups.shard, index=owner, cause=cause)
+                for owner, start, stop in self.bucket.parts()
+            ]
+
+    def finish_reduction(self) -> None:
+        """Return when this rank's part is summed."""
+        for handle in self.reductions:
+            handle.wait()
+        self.reductions = []
+
+    def start_copies_sum(self, group: Group) -> None:
+        """Start summing the gradient shard over the copies of the model, once a step."""
+        if self.copies_sum is None and group.size > 1:
+            self.copies_sum = ops.all_reduce(
+                self.gradient_shard,
+                group,
+                cause=f"copies {self.bucket.name}",
+                agreed_numel=self.bucket.numel if self.policy.ownership == "whole" else None,
+            )
+
+    @property
+    def _reduced_part(self) -> Tensor:
+        """Where the reduction leaves this rank's part: flat straight in an empty shard, else in the open buffer."""
+        assert self.gradients is not None
+        if self.sums_in_shard and not self.shard_holds_sum and self.policy.ownership == "flat":
             return self.gradient_shard
         return self.gradients[self.shard_slice]
 
     def close(self, pool: BufferPool) -> None:
         """Add the reduced part of the open buffer to the shard and return the buffer."""
+        part = self._reduced_part
         if self.shard_holds_sum:
-            self.gradient_shard.add_(self.reduced_part)
+            self.gradient_shard.add_(part)
+        elif part.data_ptr() != self.gradient_shard.data_ptr():
+            self.gradient_shard.copy_(part)
         self.shard_holds_sum = True
         pool.give(self._buffer)
         self.gradients, self.gradient_views = None, []

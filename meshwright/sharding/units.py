@@ -14,6 +14,7 @@ from meshwright.layout.bucket import ParameterSpec
 
 def parameter_specs(model: nn.Module) -> list[ParameterSpec]:
     """Every distinct parameter as numbers, in order of registration; a tied one appears once."""
+    hidden = hidden_matrices(model)
     return [
         ParameterSpec(
             name,
@@ -21,9 +22,26 @@ def parameter_specs(model: nn.Module) -> list[ParameterSpec]:
             str(parameter.dtype).removeprefix("torch."),
             parameter.element_size(),
             parameter.requires_grad,
+            is_hidden=name in hidden,
         )
         for name, parameter in model.named_parameters()
     ]
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """Names of the matrices of repeated blocks: two dims, inside a unit, no embedding table.
+
+    What maps one hidden state to another. Embeddings, heads, norms and biases are the rest, wherever they are tied.
+    """
+    assigned = assign_units(model, find_units(model))
+    tables = {
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and assigned[name] and parameter not in tables
+    }
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:

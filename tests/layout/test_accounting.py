@@ -11,7 +11,8 @@ from meshwright.layout.accounting import (
     memory_bytes,
     optimizer_bytes,
 )
-from meshwright.layout.bucket import ParameterSpec, Unit, group_by_module, group_by_size
+from meshwright.layout.bucket import ParameterSpec, Unit
+from meshwright.layout.grouping import Division, group_by_module, group_by_size
 from meshwright.layout.policy import find_policy
 
 NUM_BLOCKS, BLOCK, ROOT = 5, 2400, 1200
@@ -23,9 +24,9 @@ def _units(name: str, shards: int, *, root: bool = True) -> tuple[Unit, ...]:
     specs = [ParameterSpec("embedding", (ROOT,), "float32", 4)] if root else []
     specs += [ParameterSpec(f"blocks.{i}.w", (BLOCK,), "float32", 4) for i in range(NUM_BLOCKS)]
     if not find_policy(name).shards_parameters:
-        return group_by_size(specs, num_shards=shards, bucket_bytes=4 * BLOCK, alignment_numel=1)
+        return group_by_size(specs, Division(shards, 1), bucket_bytes=4 * BLOCK)
     unit_of = {spec.name: spec.name.rpartition(".")[0] for spec in specs}
-    return group_by_module(specs, unit_of, num_shards=shards, alignment_numel=1)
+    return group_by_module(specs, unit_of, Division(shards, 1))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.ops import DataGroups
 from meshwright.layout.policy import find_policy
+from meshwright.mesh import MeshSpec
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.state import TrainState
@@ -24,10 +27,18 @@ RankLoss = Callable[[Any, int, int], Tensor]
 Pieces = list[tuple[str, int, int, Tensor]]
 
 
-def make_engine(mesh: Any, model: nn.Module, policy: str, **changes: Any) -> ShardingEngine:
+def data_groups(mesh: Any, copies: int = 1) -> DataGroups:
+    """The ranks of `mesh` as `copies` copies."""
+    spec = MeshSpec.of(dp_replicate=copies, dp_shard=mesh.world.size // copies)
+    return Mesh(spec, mesh.world, log=mesh.log, device=CPU).data_groups()
+
+
+def make_engine(
+    mesh: Any, model: nn.Module, policy: str, *, copies: int = 1, **changes: Any
+) -> ShardingEngine:
     """`changes` replace fields of the policy's row."""
     row = dataclasses.replace(find_policy(policy), **changes)
-    return ShardingEngine(model, policy=row, groups=mesh.data_groups(), device=CPU)
+    return ShardingEngine(model, policy=row, groups=data_groups(mesh, copies), device=CPU)
 
 
 def make_state(mesh: Any, model: nn.Module, policy: str, spec: OptimizerSpec, **changes: Any) -> TrainState:
@@ -72,10 +83,15 @@ def assemble(ranks: list[Pieces]) -> dict[str, Tensor]:
 
 
 def _gradients_on_a_rank(
-    mesh: Any, build: Callable[[], nn.Module], loss: RankLoss, policy: str, num_microbatches: int
+    mesh: Any,
+    build: Callable[[], nn.Module],
+    loss: RankLoss,
+    policy: str,
+    num_microbatches: int,
+    changes: dict[str, Any],
 ) -> Pieces:
     # Tiny buckets, so that small models have several.
-    engine = make_engine(mesh, build(), policy, bucket_bytes=512)
+    engine = make_engine(mesh, build(), policy, bucket_bytes=512, **changes)
     accumulate(engine, loss, mesh.rank, num_microbatches)
     first = gradient_pieces(engine)
     accumulate(engine, loss, mesh.rank, num_microbatches)  # nothing of the first step is left in the second
@@ -108,9 +124,10 @@ def check_gradients(
     policy: str,
     world: int = 2,
     num_microbatches: int = 1,
+    **changes: Any,
 ) -> dict[str, Tensor]:
-    """Assert that `world` ranks hold the plain gradients; returns them."""
-    held = assemble(ranks.run(_gradients_on_a_rank, world, build, loss, policy, num_microbatches))
+    """Assert that `world` ranks hold the plain gradients; returns them. `changes`: see `make_engine`."""
+    held = assemble(ranks.run(_gradients_on_a_rank, world, build, loss, policy, num_microbatches, changes))
     expected = plain_gradients(build, loss, world=world, num_microbatches=num_microbatches)
     assert held.keys() == expected.keys()
     for name, gradient in expected.items():

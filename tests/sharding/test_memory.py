@@ -113,7 +113,7 @@ def _train(mesh: Any, policy: str, num_microbatches: int, least: int | None = No
         "units": engine.units,
         "optimizer": state.optimizer.state_bytes(),
         "live": None if least is None else _live_tensor_bytes(least) - before,
-        "smallest": min(bucket.shard_numel * 4 for unit in engine.units for bucket in unit.buckets),
+        "smallest": min(bucket.shard_numel(0) * 4 for unit in engine.units for bucket in unit.buckets),
     }
 
 

@@ -54,6 +54,9 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum `tensor` over the group, in place."""
 
+    def reduce(self, tensor: Tensor, index: int) -> Work:
+        """Sum `tensor` over the group into that of rank `index`, in place; the others' may be overwritten."""
+
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Work:
         """`output[i] = sum over ranks of source[index * n + i]`; `output` may be that slice of `source`."""
 
@@ -75,5 +78,8 @@ class Transport(Protocol):
     def barrier(self) -> Work:
         """Return from `wait` once every rank has called."""
 
-    def lowered(self, op: str, nbytes: int) -> Counter[str]:
-        """Wire operations that one logical `op` on `nbytes` of its largest tensor becomes on each rank."""
+    def lowered(self, op: str, nbytes: int, index: int = 0) -> Counter[str]:
+        """Wire operations that one logical `op` on `nbytes` of its largest tensor becomes on this rank.
+
+        `index` is the rank that a reduce ends at.
+        """

@@ -74,6 +74,10 @@ class ExchangeTransport:
         flat = tensor.view(-1)
         return self._start("all_reduce", flat, flat)
 
+    def reduce(self, tensor: Tensor, index: int) -> Work:
+        """See `Transport`. The inner transport's: no program of the catalogue ends at one rank."""
+        return self._inner.reduce(tensor, index)
+
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport`. Sums on the way are kept in `source` if `output` is a slice of it, else in scratch."""
         if "reduce_scatter" not in self._choice.algorithms:
@@ -129,11 +133,11 @@ class ExchangeTransport:
         """See `Transport`."""
         return self._inner.barrier()
 
-    def lowered(self, op: str, nbytes: int) -> Counter[str]:
+    def lowered(self, op: str, nbytes: int, index: int = 0) -> Counter[str]:
         """See `Transport`: messages of this rank's program; empty ones of a tiny buffer are not sent."""
         if op not in self._choice.algorithms:
-            return self._inner.lowered(op, nbytes)
-        program = self._generated(op, 0).program(self._index)
+            return self._inner.lowered(op, nbytes, index)
+        program = self._generated(op, index).program(self._index)
         return Counter(
             send=sum(len(step.sends) for step in program), receive=sum(len(step.receives) for step in program)
         )

@@ -7,7 +7,8 @@ all-to-all plus a local sum, or point-to-point straight into place, chosen by si
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +22,8 @@ from meshwright.comm.transports.scratch import ScratchBuffers
 POINT_TO_POINT_BYTES = 4 << 20
 # Below this total size Gloo's own all-gather has the least latency.
 NATIVE_GATHER_BYTES = 64 << 10
+# Receives that one reduction to this rank keeps open: the next tensor arrives while one is added.
+_RECEIVES_IN_FLIGHT = 2
 _TAGS = 1 << 15  # collectives use the lower half of the tag space, send and receive the upper
 
 # torch 2.13 renamed the single-tensor collectives; 2.11 only has the old names.
@@ -53,6 +56,14 @@ class GlooTransport:
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`. Gloo's own: no arrangement of sends beats it."""
         return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], keep=tensor)
+
+    def reduce(self, tensor: Tensor, index: int) -> Work:
+        """See `Transport`. Every rank sends its tensor once, straight to `index`, which adds in rank order."""
+        tag = self._next_tag()
+        if self._index != index:
+            return Work([self._send(tensor, index, tag)], keep=tensor)
+        senders = sorted(self._others())
+        return Work([_IncomingSum(tensor, senders, partial(self._receive, tag=tag), self._scratch)])
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport`."""
@@ -111,10 +122,12 @@ class GlooTransport:
         """See `Transport`."""
         return Work([dist.barrier(group=self._group, async_op=True)])
 
-    def lowered(self, op: str, nbytes: int) -> Counter[str]:
+    def lowered(self, op: str, nbytes: int, index: int = 0) -> Counter[str]:
         """See `Transport`."""
         others = self._size - 1
         point_to_point = Counter({"send": others, "receive": others})
+        if op == "reduce":
+            return Counter({"receive": others} if index == self._index else {"send": 1})
         if op == "reduce_scatter":
             return point_to_point if nbytes >= POINT_TO_POINT_BYTES else Counter({"all_to_all": 1})
         if op == "all_gather" and nbytes >= NATIVE_GATHER_BYTES:
@@ -149,3 +162,37 @@ class GlooTransport:
                 total.add_(part)
             torch.add(total, received[-1], out=output)
         self._scratch.give(scratch)
+
+
+class _IncomingSum:
+    """Tensors of other ranks added to `tensor` in rank order; few receive buffers, however many ranks send."""
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        senders: Sequence[int],
+        receive: Callable[[Tensor, int], dist.Work | None],
+        buffers: ScratchBuffers,
+    ) -> None:
+        self._tensor = tensor
+        self._senders = deque(senders)
+        self._receive = receive
+        self._buffers = buffers
+        self._coming: deque[tuple[Tensor, dist.Work | None]] = deque()
+        for _ in range(_RECEIVES_IN_FLIGHT):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        if self._senders:
+            buffer = self._buffers.take(self._tensor.numel(), self._tensor.dtype)
+            self._coming.append((buffer, self._receive(buffer, self._senders.popleft())))
+
+    def wait(self) -> None:
+        """Return when the sum is complete."""
+        while self._coming:
+            buffer, work = self._coming.popleft()
+            if work is not None:
+                work.wait()
+            self._tensor.add_(buffer)
+            self._buffers.give(buffer)
+            self._start_next()

@@ -37,6 +37,10 @@ class NcclTransport:
         """See `Transport`."""
         return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], keep=tensor)
 
+    def reduce(self, tensor: Tensor, index: int) -> Work:
+        """See `Transport`."""
+        return Work([dist.reduce(tensor, group_dst=index, group=self._group, async_op=True)], keep=tensor)
+
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport`."""
         work = _reduce_scatter_single(output, source, group=self._group, async_op=True)
@@ -68,6 +72,6 @@ class NcclTransport:
         """See `Transport`."""
         return Work([dist.barrier(group=self._group, async_op=True)])
 
-    def lowered(self, op: str, nbytes: int) -> Counter[str]:
+    def lowered(self, op: str, nbytes: int, index: int = 0) -> Counter[str]:
         """See `Transport`: one to one."""
         return Counter({op: 1})

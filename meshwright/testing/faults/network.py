@@ -183,6 +183,10 @@ class FaultyTransport:
         """See `Transport`."""
         return self._issue(lambda: self._inner.all_reduce(tensor))
 
+    def reduce(self, tensor: Tensor, index: int) -> Work:
+        """See `Transport`."""
+        return self._issue(lambda: self._inner.reduce(tensor, index))
+
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport`."""
         return self._issue(lambda: self._inner.reduce_scatter(output, source))
@@ -211,9 +215,9 @@ class FaultyTransport:
         """See `Transport`."""
         return self._issue(self._inner.barrier)
 
-    def lowered(self, op: str, nbytes: int) -> Counter[str]:
+    def lowered(self, op: str, nbytes: int, index: int = 0) -> Counter[str]:
         """See `Transport`."""
-        return self._inner.lowered(op, nbytes)
+        return self._inner.lowered(op, nbytes, index)
 
 
 def faulty_group(group: Group, rule: FaultRule) -> Group:
