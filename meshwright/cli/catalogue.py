@@ -198,6 +198,19 @@ CATALOGUE = (
         "torch's CPU generator before the forward runs again.",
     ),
     CodeEntry(
+        "E210",
+        "copies of the model that these ranks cannot form",
+        "plan.hsdp is the number of ranks that share one copy; dp must be a multiple of it, and without plan.zero "
+        "there is nothing to share.",
+        "Take a size that the message offers; for a cluster mostly the number of devices of one host.",
+    ),
+    CodeEntry(
+        "E211",
+        "whole ownership without shards",
+        "Whole ownership gives every parameter to one rank that updates it. With plan.zero = 0 all ranks update all.",
+        "Set plan.zero to 1, 2 or 3, or leave plan.ownership out.",
+    ),
+    CodeEntry(
         "E220",
         "an exchange algorithm that cannot do this",
         "No algorithm of this name exists, or it does not carry out this collective: a tree has no all-to-all, a ring "

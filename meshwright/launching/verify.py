@@ -280,6 +280,9 @@ def _lock_overrides(path: Path) -> list[str]:
         )
     zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[plan.policy.name]
     sizes = [f"plan.dp={plan.mesh.dp}", f"plan.processes={plan.mesh.dp}", f"plan.zero={zero}"]
+    if plan.mesh.size("dp_replicate") > 1:
+        sizes.append(f"plan.hsdp={plan.mesh.size('dp_shard')}")
+    sizes.append(f"plan.ownership={plan.policy.ownership}")
     return [*sizes, f"plan.micro_batch={plan.micro_batch}", f"train.global_batch={plan.global_batch}"]
 
 

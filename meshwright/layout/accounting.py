@@ -86,23 +86,27 @@ def declared_calls(policy: ShardingPolicy, units: Sequence[Unit], *, num_microba
     buckets = _trained(units)
     if not buckets or buckets[0].num_shards == 1:
         return calls
-    whole = policy.ownership == "whole"
-    reduce, gather = ("reduce", "broadcast") if whole else ("reduce_scatter", "all_gather")
+    reduce, gather = shard_calls(policy)
     if policy.last_microbatch is not None:
         last = policy.last_microbatch
-        calls[last if last == "all_reduce" else reduce] += _num_calls(policy, buckets)
+        calls[last if last == "all_reduce" else reduce] += num_calls(policy, buckets)
     if policy.gradient_ready == "reduce_scatter":
-        calls[reduce] += _num_calls(policy, buckets) * num_microbatches
+        calls[reduce] += num_calls(policy, buckets) * num_microbatches
     if policy.after_step is not None:
-        calls[gather] += _num_calls(policy, buckets)
+        calls[gather] += num_calls(policy, buckets)
     if policy.before_use is not None:
         kept = kept_unit(policy, units)
-        gathers = 2 * _num_calls(policy, _all(units)) - (_num_calls(policy, kept.buckets) if kept else 0)
+        gathers = 2 * num_calls(policy, _all(units)) - (num_calls(policy, kept.buckets) if kept else 0)
         calls[gather] += gathers * num_microbatches
     return calls
 
 
-def _num_calls(policy: ShardingPolicy, buckets: Sequence[Bucket]) -> int:
+def shard_calls(policy: ShardingPolicy) -> tuple[str, str]:
+    """Names of the operations that bring gradients to their owners and weights from them."""
+    return ("reduce", "broadcast") if policy.ownership == "whole" else ("reduce_scatter", "all_gather")
+
+
+def num_calls(policy: ShardingPolicy, buckets: Sequence[Bucket]) -> int:
     """One a bucket, with whole ownership one for each of its owners."""
     return sum(len(bucket.parts()) for bucket in buckets) if policy.ownership == "whole" else len(buckets)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import PlanError
 from meshwright.layout.plan import Precision, TrainPlan
-from meshwright.layout.policy import find_policy
+from meshwright.layout.policy import Ownership, ShardingPolicy, find_policy
 from meshwright.mesh import MeshSpec
 
 
@@ -20,6 +20,8 @@ class PlanRequest:
         micro_batch: samples a rank and micro-step; None makes one micro-step.
         precision: element type.
         bucket_bytes: bucket target; None keeps the policy's.
+        hsdp: ranks that share one copy of the model; None: all.
+        ownership: `flat` shards cut anywhere, or `whole` parameters on one owner.
     """
 
     policy: str | int = "ddp"
@@ -27,6 +29,8 @@ class PlanRequest:
     micro_batch: int | None = None
     precision: Precision = "fp32"
     bucket_bytes: int | None = None
+    hsdp: int | None = None
+    ownership: Ownership = "flat"
 
 
 def make_plan(
@@ -41,7 +45,8 @@ def make_plan(
         world_source: where the world size comes from, for the error text, e.g. `SLURM_NTASKS`.
 
     Raises:
-        PlanError: E200 (axes against processes) or E203 (batch against dp x micro x accumulate).
+        PlanError: E200 (axes against processes), E203 (batch against dp x micro x accumulate), E204 (policy), E210
+            (hsdp against dp) or E211 (nothing to own).
     """
     dp = world_size if request.dp is None else request.dp
     if dp != world_size:
@@ -58,14 +63,41 @@ def make_plan(
         micro_batch = global_batch // dp
     if micro_batch < 1 or global_batch < 1 or global_batch % (dp * micro_batch):
         raise _batch_error(global_batch, dp, max(micro_batch, 1))
+    policy = find_policy(request.policy, bucket_bytes=request.bucket_bytes, ownership=request.ownership)
+    _check_ownership(policy)
     return TrainPlan(
-        mesh=MeshSpec.of(dp_shard=dp),
-        policy=find_policy(request.policy, bucket_bytes=request.bucket_bytes),
+        mesh=_data_mesh(request, policy, dp),
+        policy=policy,
         global_batch=global_batch,
         micro_batch=micro_batch,
         num_microbatches=global_batch // (dp * micro_batch),
         precision=request.precision,
     )
+
+
+def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpec:
+    """Copies of the model over `request.hsdp` neighbouring ranks each."""
+    if request.hsdp is None:
+        return MeshSpec.of(dp_shard=dp)
+    if not policy.shards_optimizer:
+        raise PlanError(
+            "E210",
+            f"plan.hsdp = {request.hsdp} is for plan.zero = 1, 2 or 3, and plan.zero = 0 shards nothing. "
+            f"Set plan.zero=3 (or 1, 2), or leave plan.hsdp out.",
+        )
+    if dp % request.hsdp:
+        sizes = ", ".join(str(size) for size in range(1, dp + 1) if dp % size == 0)
+        raise PlanError("E210", f"plan.hsdp = {request.hsdp} does not divide dp {dp}. Valid: {sizes}.")
+    return MeshSpec.of(dp_replicate=dp // request.hsdp, dp_shard=request.hsdp)
+
+
+def _check_ownership(policy: ShardingPolicy) -> None:
+    if policy.ownership == "whole" and not policy.shards_optimizer:
+        raise PlanError(
+            "E211",
+            'plan.ownership = "whole" says which rank updates a parameter, and with plan.zero = 0 every rank updates '
+            "all of them. Set plan.zero=1 (or 2, 3), or leave plan.ownership out.",
+        )
 
 
 def _batch_error(global_batch: int, dp: int, micro: int) -> PlanError:

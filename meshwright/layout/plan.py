@@ -34,8 +34,11 @@ class TrainPlan:
     precision: Precision = "fp32"
 
     def describe(self) -> str:
-        """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`."""
-        name = self.policy.name if self.mesh.dp == 1 else f"{self.policy.name}x{self.mesh.dp}"
+        """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`; `2 copies of zero3x4`, `whole zero1x2`."""
+        shard, copies = self.mesh.size("dp_shard"), self.mesh.size("dp_replicate")
+        name = self.policy.name if shard == 1 else f"{self.policy.name}x{shard}"
+        name = f"whole {name}" if self.policy.ownership == "whole" else name
+        name = f"{copies} copies of {name}" if copies > 1 else name
         return f"{name} · micro {self.micro_batch} x accumulate {self.num_microbatches} · {self.precision}"
 
     def to_json(self) -> str:

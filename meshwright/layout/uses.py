@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from meshwright.layout.accounting import num_calls, shard_calls
 from meshwright.layout.bucket import Unit
 from meshwright.layout.policy import ShardingPolicy
 
@@ -63,7 +64,8 @@ class _Gathering:
         for name, unit in self.units.items():
             # The root is always reduced; a block where its backward was seen, or left something to reduce.
             if unit.is_root or pending[name] or self._is_trained(unit, uses.trained):
-                self.calls["reduce_scatter"] += sum(bucket.trainable for bucket in unit.buckets)
+                trained = [bucket for bucket in unit.buckets if bucket.trainable]
+                self.calls[shard_calls(self.policy)[0]] += num_calls(self.policy, trained)
         self.held.clear()
         return +self.calls
 
@@ -103,7 +105,7 @@ class _Gathering:
     def _gather(self, name: str) -> None:
         if name in self.units and name not in self.held:
             self.held.add(name)
-            self.calls["all_gather"] += len(self.units[name].buckets)
+            self.calls[shard_calls(self.policy)[1]] += num_calls(self.policy, self.units[name].buckets)
 
     @staticmethod
     def _is_trained(unit: Unit, trained: frozenset[str]) -> bool:

@@ -70,7 +70,8 @@ class ShardingEngine:
     Args:
         model: any module; parameters may be on the meta device if `initialiser` can draw them.
         policy: a row of the table.
-        groups: the data-parallel ranks; `engine.group` is all of them.
+        groups: the data-parallel ranks; `engine.group` is all of them, `engine.owners` those that divide the update
+            of one copy.
         device: where the memory lives.
         initialiser: values of meta parameters.
     """
@@ -89,11 +90,11 @@ class ShardingEngine:
         self.groups = groups
         self.group: Group = groups.all
         self.device = device
-        self._owners = groups.shard if policy.shards_optimizer else groups.all
-        self.units = plan_units(model, policy, self._owners.size)
+        self.owners = groups.shard if policy.shards_optimizer else groups.all
+        self.units = plan_units(model, policy, self.owners.size)
         parameters = dict(model.named_parameters())
         self._names = list(parameters)
-        index = self._owners.index
+        index = self.owners.index
         self._unit_memories = [
             [BucketMemory(bucket, parameters, policy, index) for bucket in unit.buckets]
             for unit in self.units

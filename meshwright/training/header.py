@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from meshwright.layout.accounting import memory_bytes, optimizer_bytes
+from meshwright.layout.accounting import memory_bytes, optimizer_bytes, owner_imbalance
+from meshwright.layout.bucket import Unit
 from meshwright.layout.plan import TrainPlan
+from meshwright.layout.policy import Ownership
 from meshwright.mesh import AXIS_CUTS
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
@@ -29,7 +31,7 @@ def plan_lines(plan: TrainPlan) -> list[str]:
     """The batch arithmetic and the policy."""
     policy = plan.policy
     verbs = [
-        f"{moment}: {verb.replace('_', '-')}"
+        f"{moment}: {_verb(verb, policy.ownership)}"
         for moment, verb in (
             ("before use", policy.before_use),
             ("gradient ready", policy.gradient_ready if policy.shards_gradients else None),
@@ -38,11 +40,24 @@ def plan_lines(plan: TrainPlan) -> list[str]:
         )
         if verb
     ]
+    if plan.mesh.size("dp_replicate") > 1:
+        verbs.append("between copies once a step: all-reduce of shards")
     dp, micro, k = plan.mesh.dp, plan.micro_batch, plan.num_microbatches
     return [
         f"plan   {plan.describe()}   ({' · '.join(verbs)})",
         f"check  {plan.global_batch} samples = dp {dp} x micro {micro} x accumulate {k} ✓",
     ]
+
+
+def _verb(verb: str, ownership: Ownership) -> str:
+    whole = {"all_gather": "broadcast from owners", "reduce_scatter": "reduce to owners"}
+    return whole[verb] if ownership == "whole" and verb in whole else verb.replace("_", "-")
+
+
+def owners_line(units: Sequence[Unit]) -> str:
+    """How evenly whole parameters are spread."""
+    num_owners = units[0].buckets[0].num_shards
+    return f"owners {num_owners} ranks own whole parameters; the largest owns {owner_imbalance(units):.3f} x the mean"
 
 
 def optimizer_key(spec: OptimizerSpec) -> str:
@@ -54,7 +69,10 @@ def memory_line(
     engine: ShardingEngine, optimizer: ShardedOptimizer, plan: TrainPlan, spec: OptimizerSpec
 ) -> str:
     """Predicted / measured bytes of weights, gradients (open buffers included) and optimizer on this rank."""
-    predicted, held = memory_bytes(plan.policy, engine.units), engine.storage_bytes()
+    predicted, held = (
+        memory_bytes(plan.policy, engine.units, index=engine.owners.index),
+        engine.storage_bytes(),
+    )
     rows = {
         "weights": (predicted.weights + predicted.weight_shards, held["weights"] + held["weight_shards"]),
         "gradients": (
@@ -63,7 +81,7 @@ def memory_line(
         ),
         "optimizer": (
             optimizer_bytes(
-                plan.policy, engine.units, optimizer=optimizer_key(spec), index=engine.group.index
+                plan.policy, engine.units, optimizer=optimizer_key(spec), index=engine.owners.index
             ),
             optimizer.state_bytes(),
         ),

@@ -305,6 +305,8 @@ class Run:
         say(f"run    {self.run_dir}   {self.task.name}   {self.group.size} x {device}")
         for text in header.plan_lines(self.plan) + header.axes_lines(self.plan, self.task.shape):
             say(text)
+        if self.plan.policy.ownership == "whole":
+            say(header.owners_line(self.state.engine.units))
         say(
             f"mfu    peak {self.peak.flops_per_second / 1e9:,.1f} GFLOP/s a device ({self.peak.name})"
             if self.peak

@@ -16,7 +16,7 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         world_source: the variable it comes from, for the error text.
 
     Raises:
-        PlanError: E200 or E203.
+        PlanError: see `make_plan`.
     """
     request = PlanRequest(
         policy=config.plan.zero,
@@ -24,6 +24,8 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         micro_batch=config.plan.micro_batch,
         precision="fp64" if config.plan.precision == "fp64" else "fp32",
         bucket_bytes=config.plan.bucket_bytes,
+        hsdp=config.plan.hsdp,
+        ownership=config.plan.ownership,
     )
     return make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source

@@ -54,8 +54,6 @@ _RECOMPUTE = re.compile(r"none|full|selective|constant|offload|every:[1-9][0-9]*
 _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mode": ("given",),
-        "hsdp": (None,),
-        "ownership": ("flat",),
         "tp": (1,),
         "sequence_parallel": (False,),
         "pp": (1,),
@@ -334,9 +332,9 @@ class PlanConfig(Section):
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over dp: nothing, optimizer (1), gradients too (2), weights too (3)."""
     hsdp: Annotated[int, Field(ge=1)] | None = None
-    """Ranks that share one copy when weights are split inside groups only."""
+    """Ranks that share one copy of the model: `zero` splits inside such groups only; unset: all ranks."""
     ownership: Literal["flat", "whole"] = "flat"
-    """Shards cut anywhere, or whole parameters on one owner."""
+    """What `zero` splits: shards cut anywhere, or whole parameters, each on one owner."""
     bucket_bytes: Annotated[int, *_BYTES] | None = None
     """Size of a gradient bucket, e.g. "25 MiB"; unset: chosen by the policy."""
     tp: Annotated[int, Field(ge=1)] = 1

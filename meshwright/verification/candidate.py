@@ -25,9 +25,9 @@ from meshwright.comm.ops import DataGroups
 from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
-from meshwright.layout.accounting import declared_calls
+from meshwright.layout.accounting import copies_calls, declared_calls
 from meshwright.layout.uses import calls_of_uses
-from meshwright.sharding.engine import ShardingEngine
+from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.randomness import stateless_randomness
@@ -141,6 +141,7 @@ class _Candidate:
         )
         self._samples: dict[tuple[int, int], Samples] = {}
         self._digests: dict[Key, int] = {}
+        self._copy_digests: dict[Key, int] = {}
         self._issued: list[dict[str, int]] = []
         self._microbatch = 0
 
@@ -163,6 +164,7 @@ class _Candidate:
             stats=tuple(self._comparer.stats),
             samples=self._samples,
             digests=self._digests,
+            copy_digests=self._copy_digests,
             issued=tuple(self._issued),
             declared=self._declared(),
             broken_ties=tuple(names for names in self._reference.ties if not self._is_tied(names)),
@@ -180,7 +182,7 @@ class _Candidate:
             lr=self._job.config.train.optimizer.lr,
             clip_norm=self._reference.clip_norm,
         )
-        self._issued.append({op: count for (op, _axis), count in log.calls.items()})
+        self._issued.append({_call_name(op, axis): count for (op, axis), count in log.calls.items()})
         for check, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
             scalar = torch.tensor(value, dtype=torch.float64)
             self._comparer.compare((check, step, -1, check), scalar)
@@ -234,8 +236,7 @@ class _Candidate:
                 if isinstance(value, Tensor):
                     key = ("optimizer", step, -1, f"{shard.name} {part}")
                     self._comparer.compare(key, value, start=shard.piece.start if value.dim() else 0)
-                    if self._is_replicated:
-                        self._digests[key] = tensor_digest(value)
+                    self._digest_part(key, shard, value)
 
     def _compare_parameters(self, step: int) -> None:
         for name, start, piece in self._parameter_pieces():
@@ -257,13 +258,16 @@ class _Candidate:
             if parameter not in bucketed:
                 yield name, 0, parameter
 
-    @property
-    def _is_replicated(self) -> bool:
-        """Whether ranks hold whole gradients and optimizer state, each its own copy."""
-        return not self._job.plan.policy.shards_optimizer
+    def _digest_part(self, key: Key, shard: ShardParameter, value: Tensor) -> None:
+        """A checksum of what goes with this rank's part of a parameter, where other ranks hold a copy of it."""
+        if not self._job.plan.policy.shards_optimizer:
+            self._digests[key] = tensor_digest(value)
+        elif self._rank.engine.groups.replicate.size > 1:
+            part = f"{key[3]} [{shard.piece.start}:{shard.piece.stop})"
+            self._copy_digests[key[0], key[1], key[2], part] = tensor_digest(value)
 
     def _digest_replicas(self, step: int) -> None:
-        """Checksums of what every rank holds whole after a step."""
+        """Checksums of what every rank holds whole after a step, and of parts that copies of the model share."""
         engine = self._rank.engine
         sharded = {p for memory in engine.memories if memory.transient for p in memory.parameters}
         for name, parameter in self._names.items():
@@ -271,15 +275,17 @@ class _Candidate:
                 self._digests["parameters", step, -1, name] = tensor_digest(parameter)
         for name, buffer in engine.model.named_buffers():
             self._digests["buffers", step, -1, name] = tensor_digest(buffer)
-        if self._is_replicated:
-            for shard in engine.shards:
-                self._digests["gradients", step, -1, shard.name] = tensor_digest(shard.gradient)
+        for shard in engine.shards:
+            self._digest_part(("gradients", step, -1, shard.name), shard, shard.gradient)
+            if engine.policy.shards_optimizer:
+                self._digest_part(("parameters", step, -1, shard.name), shard, shard.parameter)
 
     def _declared(self) -> tuple[dict[str, int], ...]:
         """Collectives of each step: the policy's formula, batch statistics, and the one small reduction."""
         engine, per_step = self._rank.engine, self._job.plan.num_microbatches
         uses, by_use = self._reference.uses, engine.policy.shards_parameters
         units = calls_of_uses(engine.policy, engine.units, [use.units for use in uses]) if by_use else []
+        copies = engine.groups.replicate if engine.policy.shards_optimizer else None
         declared = []
         for first in range(0, len(uses), per_step):
             part = slice(first, first + per_step)
@@ -287,12 +293,20 @@ class _Candidate:
                 calls = sum(units[part], Counter[str]())
             else:
                 calls = declared_calls(engine.policy, engine.units, num_microbatches=per_step)
+            named = Counter({_call_name(op, engine.owners.axis): count for op, count in calls.items()})
+            for op, count in copies_calls(engine.units, num_copies=copies.size).items() if copies else ():
+                named[_call_name(op, copies.axis)] += count
             if self._group.size > 1:
-                calls["all_reduce"] += 1 + sum(use.num_statistics for use in uses[part])
-            declared.append(dict(calls))
+                named["all_reduce"] += 1 + sum(use.num_statistics for use in uses[part])
+            declared.append(dict(named))
         return tuple(declared)
 
     def _is_tied(self, names: tuple[str, ...]) -> bool:
         """Whether these names are still one tensor: one Parameter in one memory."""
         parameters = [self._rank.engine.model.get_parameter(name) for name in names]
         return all(parameter is parameters[0] for parameter in parameters)
+
+
+def _call_name(op: str, axis: str) -> str:
+    """An operation for people: of a part of the data-parallel ranks with its axis."""
+    return op if axis == "dp" else f"{op} over {axis}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meshwright.layout.plan import TrainPlan
@@ -110,6 +110,7 @@ class RankReport:
         declared: the same as the plan declares it for what the reference used.
         broken_ties: groups of tied names that are no longer one tensor.
         peak_memory_bytes: of the process.
+        copy_digests: parts of tensors that some ranks hold a copy of, which must be bitwise alike.
     """
 
     rank: int
@@ -120,3 +121,4 @@ class RankReport:
     declared: tuple[Mapping[str, int], ...]
     broken_ties: tuple[tuple[str, ...], ...]
     peak_memory_bytes: int
+    copy_digests: Mapping[Key, int] = field(default_factory=dict)

@@ -41,7 +41,7 @@ def judge(reference: Reference, ranks: Sequence[RankReport], sizes: Sizes) -> tu
     findings = {check: _with_causes(wrongs, findings, sizes) for check, wrongs in findings.items()}
     compared = {
         "data": sum(len(samples) for samples in reference.samples.values()),
-        "replicas": len({key for report in ranks for key in report.digests}),
+        "replicas": len({key for report in ranks for key in (*report.digests, *report.copy_digests)}),
         "ties": len(reference.ties),
         "counts": sum(len(report.issued) for report in ranks),
     }
@@ -287,17 +287,23 @@ def _sample_problem(got: tuple[int, int] | None, wanted: tuple[int, int] | None)
 def _replica_wrongs(ranks: Sequence[RankReport]) -> list[Wrong]:
     wrongs = []
     for key in dict.fromkeys(key for report in ranks for key in report.digests):
-        values = [report.digests.get(key) for report in ranks]
-        usual = max(values, key=values.count)
-        odd = tuple(report.rank for report, value in zip(ranks, values, strict=True) if value != usual)
-        if odd:
-            check, step, microbatch, name = key
-            text = f"{check} differ between ranks" if check != name else "differs between ranks"
-            everyone = tuple(report.rank for report in ranks)
-            wrongs.append(
-                Wrong("replicas", name, step, microbatch, ranks=odd, holders=everyone, problem=text)
-            )
+        wrongs += _unlike(key, {report.rank: report.digests.get(key) for report in ranks})
+    for key in dict.fromkeys(key for report in ranks for key in report.copy_digests):
+        holders = [report for report in ranks if key in report.copy_digests]
+        wrongs += _unlike(key, {report.rank: report.copy_digests[key] for report in holders})
     return wrongs
+
+
+def _unlike(key: Key, digests: Mapping[int, int | None]) -> list[Wrong]:
+    """What is wrong where ranks that must hold the same do not."""
+    values = list(digests.values())
+    usual = max(values, key=values.count)
+    odd = tuple(rank for rank, value in digests.items() if value != usual)
+    if not odd:
+        return []
+    check, step, microbatch, name = key
+    text = f"{check} differ between ranks" if check != name else "differs between ranks"
+    return [Wrong("replicas", name, step, microbatch, ranks=odd, holders=tuple(digests), problem=text)]
 
 
 def _tie_wrongs(ranks: Sequence[RankReport], sizes: Sizes) -> list[Wrong]:

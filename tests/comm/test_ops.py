@@ -39,6 +39,9 @@ def _collectives(mesh, numel: int) -> None:
     x = _value(rank, numel)
     ops.broadcast(x, group, index=size - 1, cause="t").wait()
     assert torch.equal(x, _value(size - 1, numel))
+    x = _value(rank, numel)
+    ops.reduce(x, group, index=size // 2, cause="t").wait()
+    assert rank != size // 2 or torch.equal(x, whole)
     out = torch.empty(numel)
     ops.all_to_all(out, _value(rank, numel), group, cause="t").wait()
     expected = torch.cat([_value(r, numel).view(size, -1)[rank] for r in range(size)])
@@ -108,6 +111,29 @@ def test_reduce_scatter_adds_in_rank_order(ranks, numel: int) -> None:
     assert torch.equal(torch.cat(parts), total)
 
 
+def _reduces_in_flight(mesh) -> None:
+    """Reductions to every rank at once, waited for out of order; few buffers, and sums in rank order."""
+    group, size = mesh.group("dp"), mesh.world.size
+    generator = torch.Generator().manual_seed(mesh.rank)
+    tensors = [torch.randn(MIDDLE, generator=generator) for _ in range(2 * size)]
+    handles = [ops.reduce(x, group, index=i % size, cause="t") for i, x in enumerate(tensors)]
+    for handle in reversed(handles):
+        handle.wait()
+    assert group.transport.scratch_bytes <= 2 * 2 * 4 * MIDDLE
+    sent = [torch.Generator().manual_seed(rank) for rank in range(size)]
+    every = [[torch.randn(MIDDLE, generator=g) for _ in range(2 * size)] for g in sent]
+    for position in (mesh.rank, mesh.rank + size):
+        total = every[mesh.rank][position]
+        for rank in range(size):
+            total = total if rank == mesh.rank else total + every[rank][position]
+        assert torch.equal(tensors[position], total)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_reductions_to_one_rank_in_flight(ranks, size: int) -> None:
+    ranks.run(_reduces_in_flight, size)
+
+
 def _logged(mesh, numel: int) -> dict:
     group = mesh.group("dp")
     ops.reduce_scatter(torch.empty(numel // 2), torch.ones(numel), group, cause="reduce bucket 0").wait()
@@ -147,6 +173,8 @@ def test_lowering_table() -> None:
     assert transport.lowered("all_gather", 1 << 20) == {"broadcast": 4}
     assert transport.lowered("all_gather", 1 << 10) == {"all_gather": 1}
     assert transport.lowered("all_reduce", 8 << 20) == {"all_reduce": 1}
+    assert transport.lowered("reduce", 8 << 20, 0) == {"receive": 3}
+    assert transport.lowered("reduce", 8, 2) == {"send": 1}
 
 
 def _differentiable(mesh) -> None:

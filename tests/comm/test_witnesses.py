@@ -19,12 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm import ops
 from meshwright.comm.log import CommEvent
-from meshwright.layout.accounting import declared_calls, declared_wire_bytes
+from meshwright.layout.accounting import (
+    copies_calls,
+    copies_wire_bytes,
+    declared_calls,
+    declared_wire_bytes,
+)
 from meshwright.layout.policy import find_policy
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
+from tests.sharding.harness import data_groups
 
 INPUTS, WIDTH, CLASSES = 64, 1100, 8
 # Large enough that a bucket of one weight is closed by itself: sizes on all sides of the transport's thresholds.
@@ -45,9 +51,9 @@ def _loss(model: Any, inputs: Tensor) -> tuple[Tensor, int]:
     return model(inputs).square().sum(), len(inputs)
 
 
-def _state(mesh: Any, model: nn.Module, policy: str, **changes: Any) -> TrainState:
+def _state(mesh: Any, model: nn.Module, policy: str, copies: int = 1, **changes: Any) -> TrainState:
     row = dataclasses.replace(find_policy(policy), bucket_bytes=BUCKET_BYTES, **changes)
-    engine = ShardingEngine(model, policy=row, groups=mesh.data_groups(), device=torch.device("cpu"))
+    engine = ShardingEngine(model, policy=row, groups=data_groups(mesh, copies), device=torch.device("cpu"))
     return TrainState(engine, ShardedOptimizer(OptimizerSpec("sgd"), engine.shards))
 
 
@@ -84,11 +90,11 @@ class _Observer(TorchDispatchMode):
 
 
 def _three_witnesses(
-    mesh: Any, policy: str, num_microbatches: int, keep_last: bool
+    mesh: Any, policy: str, num_microbatches: int, changes: dict[str, Any]
 ) -> dict[str, Counter[str]]:
     """Counters of one step: declared, issued, what the issued ones lower to, and what torch saw."""
     model = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
-    state = _state(mesh, model, policy, keep_last=keep_last)
+    state = _state(mesh, model, policy, **changes)
     inputs = torch.ones(2, INPUTS)
     _step(state, num_microbatches, inputs)
     mesh.log.reset_counters()
@@ -101,7 +107,8 @@ def _three_witnesses(
     issued["all_reduce"] -= 1
     lowered: Counter[str] = Counter()
     for event in events:
-        lowered += mesh.group("dp").transport.lowered(event.op, _event_bytes(event))
+        index = int(event.cause.split()[-1]) if event.op == "reduce" else 0
+        lowered += mesh.group("dp").transport.lowered(event.op, _event_bytes(event), index)
     declared = declared_calls(state.engine.policy, state.engine.units, num_microbatches=num_microbatches)
     return {"declared": declared, "issued": +issued, "lowered": lowered, "observed": observer.calls}
 
@@ -115,7 +122,7 @@ def _three_witnesses(
 def test_declared_is_issued_is_observed(
     ranks, policy: str, num_microbatches: int, world: int, keep_last: bool
 ) -> None:
-    for counts in ranks.run(_three_witnesses, world, policy, num_microbatches, keep_last):
+    for counts in ranks.run(_three_witnesses, world, policy, num_microbatches, {"keep_last": keep_last}):
         assert counts["issued"] == counts["declared"]
         assert counts["observed"] == counts["lowered"]
         if policy == "ddp":
@@ -123,6 +130,45 @@ def test_declared_is_issued_is_observed(
         else:  # buckets below and above every threshold
             kinds = {"all_reduce", "all_to_all", "all_gather", "broadcast", "send", "receive"}
             assert set(counts["observed"]) == kinds
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("policy", ["zero1", "zero2", "zero3"])
+def test_whole_owners_declare_what_they_issue(ranks, policy: str, world: int) -> None:
+    for counts in ranks.run(_three_witnesses, world, policy, 2, {"ownership": "whole"}):
+        assert counts["issued"] == counts["declared"]
+        assert set(counts["issued"]) == {"reduce", "broadcast"}
+        assert counts["observed"] == counts["lowered"]
+
+
+def _by_axis(mesh: Any, policy: str, ownership: str) -> list[dict[str, int]]:
+    """(declared, issued) calls among ranks of a copy and between copies, on 2 copies."""
+    model = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+    state = _state(mesh, model, policy, 2, ownership=ownership)
+    _step(state, 2, torch.ones(2, INPUTS))
+    mesh.log.reset_counters()
+    _step(state, 2, torch.ones(2, INPUTS))
+    issued = [
+        {op: calls for (op, axis), calls in mesh.log.calls.items() if axis == name}
+        for name in ("dp_shard", "dp_replicate", "dp")
+    ]
+    units, policy_row = state.engine.units, state.engine.policy
+    declared = [
+        dict(declared_calls(policy_row, units, num_microbatches=2)),
+        dict(copies_calls(units, num_copies=2)),
+    ]
+    return [*declared, *issued]
+
+
+@pytest.mark.parametrize("ownership", ["flat", "whole"])
+@pytest.mark.parametrize("policy", ["zero1", "zero2", "zero3"])
+def test_copies_declare_what_they_issue_on_each_axis(ranks, policy: str, ownership: str) -> None:
+    for inside, between, issued_inside, issued_between, everywhere in ranks.run(
+        _by_axis, 4, policy, ownership
+    ):
+        assert issued_inside == inside
+        assert issued_between == between
+        assert everywhere == {"all_reduce": 1}
 
 
 def _sent_and_received() -> tuple[int, int]:
@@ -144,17 +190,21 @@ def _sent_and_received() -> tuple[int, int]:
     return sent, received
 
 
-def _wire(mesh: Any, policy: str, num_microbatches: int) -> tuple[int, int, int]:
+def _wire(
+    mesh: Any, policy: str, num_microbatches: int, copies: int = 1, ownership: str = "flat"
+) -> tuple[int, int, int]:
     """Bytes of one step on one rank: declared, sent, received."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    state, inputs = _state(mesh, model, policy), torch.ones(2, WIDTH)
+    state, inputs = _state(mesh, model, policy, copies, ownership=ownership), torch.ones(2, WIDTH)
     _step(state, num_microbatches, inputs)
     ops.barrier(mesh.group("dp"), cause="measure")
     before = _sent_and_received()
     _step(state, num_microbatches, inputs)
     ops.barrier(mesh.group("dp"), cause="measure")
     sent, received = (after - start for after, start in zip(_sent_and_received(), before, strict=True))
-    declared = declared_wire_bytes(state.engine.policy, state.engine.units, num_microbatches=num_microbatches)
+    engine = state.engine
+    declared = declared_wire_bytes(engine.policy, engine.units, num_microbatches=num_microbatches)
+    declared += copies_wire_bytes(engine.units, num_copies=copies, index=engine.owners.index)
     return declared, sent, received
 
 
@@ -167,3 +217,23 @@ def test_declared_bytes_are_the_sockets_bytes(ranks, policy: str, num_microbatch
         # Headers of messages and the step's one small reduction come on top.
         assert declared <= received <= 1.001 * declared
         assert sent == pytest.approx(declared, rel=0.001)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's tcp_info")
+@pytest.mark.parametrize("policy", ["zero1", "zero3"])
+def test_bytes_between_copies_are_the_sockets_bytes(ranks, policy: str) -> None:
+    for declared, sent, received in ranks.run(_wire, 4, policy, 2, 2):
+        assert declared <= received <= 1.001 * declared
+        # Sent is what peers acknowledged so far, and they may still be about to.
+        assert sent == pytest.approx(declared, rel=0.005)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's tcp_info")
+@pytest.mark.parametrize(("policy", "copies", "world"), [("zero2", 1, 3), ("zero3", 1, 3), ("zero1", 2, 4)])
+def test_bytes_of_whole_owners_are_the_sockets_bytes_over_all_ranks(
+    ranks, policy: str, copies: int, world: int
+) -> None:
+    results = ranks.run(_wire, world, policy, 2, copies, "whole")
+    declared, sent, received = (sum(column) for column in zip(*results, strict=True))
+    assert declared - world <= received <= 1.001 * declared  # means are rounded down
+    assert sent == pytest.approx(declared, rel=0.005)

@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.errors import PlanError
 from meshwright.layout.check import PlanRequest, make_plan
+from meshwright.layout.plan import TrainPlan
 
 
 def test_what_is_left_open_is_derived() -> None:
@@ -58,3 +59,30 @@ def test_named_fixes_work() -> None:
         make_plan(PlanRequest(micro_batch=micro_batch), world_size=2, global_batch=24)
     for global_batch in (20, 30):
         make_plan(PlanRequest(micro_batch=5), world_size=2, global_batch=global_batch)
+
+
+def test_copies_are_neighbouring_ranks() -> None:
+    plan = make_plan(PlanRequest(3, hsdp=2), world_size=6, global_batch=12)
+    assert plan.mesh.groups(("dp_shard",)) == [(0, 1), (2, 3), (4, 5)]
+    assert plan.mesh.groups(("dp_replicate",)) == [(0, 2, 4), (1, 3, 5)]
+    assert plan.describe().startswith("3 copies of zero3x2 ·")
+    whole = make_plan(PlanRequest(2, hsdp=6, ownership="whole"), world_size=6, global_batch=12)
+    assert whole.describe().startswith("whole zero2x6 ·")
+    alone = make_plan(PlanRequest(3, hsdp=1), world_size=2, global_batch=12)
+    assert alone.describe().startswith("2 copies of zero3 ·")
+    for made in (plan, whole, alone):
+        assert TrainPlan.from_json(made.to_json()) == made
+
+
+def test_copies_that_cannot_be() -> None:
+    error = _error(PlanRequest(3, hsdp=4), world_size=6, global_batch=12)
+    assert (error.code, error.message) == ("E210", "plan.hsdp = 4 does not divide dp 6. Valid: 1, 2, 3, 6.")
+    error = _error(PlanRequest(0, hsdp=2), world_size=4, global_batch=12)
+    assert error.code == "E210"
+    assert "plan.zero = 0 shards nothing. Set plan.zero=3 (or 1, 2)" in error.message
+
+
+def test_whole_ownership_needs_shards() -> None:
+    error = _error(PlanRequest("ddp", ownership="whole"), world_size=2, global_batch=4)
+    assert error.code == "E211"
+    assert "with plan.zero = 0 every rank updates all of them. Set plan.zero=1 (or 2, 3)" in error.message

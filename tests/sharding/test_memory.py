@@ -88,12 +88,14 @@ def _live_tensor_bytes(least: int) -> int:
     return sum(nbytes for nbytes in storages.values() if nbytes >= least)
 
 
-def _train(mesh: Any, policy: str, num_microbatches: int, least: int | None = None) -> dict[str, Any]:
-    """`least`: take a census of live storages of at least so many bytes."""
+def _train(
+    mesh: Any, policy: str, num_microbatches: int, least: int | None = None, **changes: Any
+) -> dict[str, Any]:
+    """`least`: take a census of live storages of at least so many bytes. `changes`: see `make_state`."""
     before = 0 if least is None else _live_tensor_bytes(least)
     model = GPT(CONFIG)
     initialise(model, 1)
-    state = make_state(mesh, model, policy, SPEC, bucket_bytes=BUCKET_BYTES)
+    state = make_state(mesh, model, policy, SPEC, bucket_bytes=BUCKET_BYTES, **changes)
     engine = state.engine
     moments = _Moments(engine)
     for _ in range(3):  # pools have grown to their full size after the first step
@@ -140,6 +142,23 @@ def test_storage_at_four_moments(ranks, policy: str, world: int) -> None:
             assert _without_communication(seen[moment]) == _as_numbers(memory_bytes(row, units)), moment
         assert result["optimizer"] == optimizer_bytes(row, units, optimizer="adamw", index=index)
         assert (seen["after step"]["communication"] > 0) == (world > 1 and policy != "ddp")
+
+
+def _train_family(mesh: Any, policy: str, copies: int) -> dict[str, Any]:
+    return _train(mesh, policy, 2, copies=copies, ownership="whole") | {
+        "index": mesh.rank % (mesh.world.size // copies)
+    }
+
+
+@pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("policy", ["zero1", "zero2", "zero3"])
+def test_storage_of_whole_owners_and_copies(ranks, policy: str, world: int, copies: int) -> None:
+    for result in ranks.run(_train_family, world, policy, copies):
+        row, units, index = result["policy"], result["units"], result["index"]
+        for moment in MOMENTS:
+            held = _without_communication(result["seen"][moment])
+            assert held == _as_numbers(memory_bytes(row, units, index=index)), moment
+        assert result["optimizer"] == optimizer_bytes(row, units, optimizer="adamw", index=index)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

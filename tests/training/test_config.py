@@ -236,8 +236,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
     "override",
     [
         "plan.mode=auto",
-        "plan.hsdp=2",
-        "plan.ownership=whole",
         "plan.tp=2",
         "plan.sequence_parallel=true",
         "plan.pp=2",
