@@ -285,7 +285,8 @@ class _Candidate:
         engine, per_step = self._rank.engine, self._job.plan.num_microbatches
         uses, by_use = self._reference.uses, engine.policy.shards_parameters
         units = calls_of_uses(engine.policy, engine.units, [use.units for use in uses]) if by_use else []
-        copies = engine.groups.replicate if engine.policy.shards_optimizer else None
+        copies = engine.groups.replicate
+        between = copies_calls(engine.units, num_copies=copies.size if engine.policy.shards_optimizer else 1)
         declared = []
         for first in range(0, len(uses), per_step):
             part = slice(first, first + per_step)
@@ -294,7 +295,7 @@ class _Candidate:
             else:
                 calls = declared_calls(engine.policy, engine.units, num_microbatches=per_step)
             named = Counter({_call_name(op, engine.owners.axis): count for op, count in calls.items()})
-            for op, count in copies_calls(engine.units, num_copies=copies.size).items() if copies else ():
+            for op, count in between.items():
                 named[_call_name(op, copies.axis)] += count
             if self._group.size > 1:
                 named["all_reduce"] += 1 + sum(use.num_statistics for use in uses[part])
