@@ -71,7 +71,7 @@ def check_same_model(
     found += [Difference(name, shape, None) for name, shape in saved.items() if name not in model]
     if not found:
         return
-    lines = pattern_lines(found, saved=manifest.run.model.get("numbers", {}), now=numbers)
+    lines = pattern_lines(found, saved=manifest.run.numbers, now=numbers)
     count = "all in one pattern" if len(lines) == 1 else f"in {len(lines)} patterns"
     shown = lines[:_MAX_LINES] + ([f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else [])
     raise CheckpointError(

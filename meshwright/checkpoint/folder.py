@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -22,6 +23,24 @@ FOLDER_NAME = "ckpt"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp-\w+")
 _REPLACED = re.compile(r"(step-\d{8,})\.old-\w+")
+
+
+@dataclass(frozen=True)
+class ResumeFrom:
+    """Where a run looks for the checkpoint from which it goes on.
+
+    Attributes:
+        place: a checkpoint, or a folder of checkpoints or runs; see `find_checkpoints`.
+        required: whether finding none is an error (E503), or a fresh start.
+    """
+
+    place: Path
+    required: bool
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether one checkpoint is meant, and no earlier one may take its place."""
+        return find_checkpoints(self.place) == [self.place]
 
 
 def step_name(step: int) -> str:

@@ -87,7 +87,8 @@ class RunFacts:
         dropout: `stateless` (nothing to save) or `native` (generator states by rank).
         optimizer: name of the update rule; empty where there is no optimizer state.
         plan: how the run was laid out, as in `plan.lock.json`.
-        model: `source`, and the sizes that a preset's keys set.
+        config: keys of the run file and their values, as far as they decide what is learned.
+        numbers: sizes that keys of `model` set, by key; empty where the model is a user's.
         aliases: further names of tied parameters to the name under which they are stored.
     """
 
@@ -99,7 +100,8 @@ class RunFacts:
     dropout: str = "stateless"
     optimizer: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 

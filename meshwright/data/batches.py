@@ -71,7 +71,7 @@ class Batches:
 
     def position_after(self, step: int) -> int:
         """Global stream position when `step` (0 is the first) is done: samples consumed by all ranks."""
-        return (step + 1) * self.geometry.global_batch
+        return self.geometry.start_of(step + 1)
 
 
 def _check_geometry(geometry: BatchGeometry) -> None:

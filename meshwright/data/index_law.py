@@ -19,16 +19,22 @@ class BatchGeometry:
         num_microbatches: micro-steps per optimizer step; divides `global_batch`.
         dp_size: data-parallel ranks (dp_replicate x dp_shard).
         dp_rank: index of this rank among them.
+        first_sample: stream position of step 0; not 0 where a run goes on with another global batch than it had.
     """
 
     global_batch: int
     num_microbatches: int = 1
     dp_size: int = 1
     dp_rank: int = 0
+    first_sample: int = 0
+
+    def start_of(self, step: int) -> int:
+        """Global stream position of the first sample of `step`."""
+        return self.first_sample + step * self.global_batch
 
     def rank_range(self, step: int, microbatch: int) -> range:
         """Global stream positions that this rank reads in one micro-step; see `rank_range`."""
-        return rank_range(
+        part = rank_range(
             step,
             microbatch,
             global_batch=self.global_batch,
@@ -36,6 +42,7 @@ class BatchGeometry:
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
         )
+        return range(self.first_sample + part.start, self.first_sample + part.stop)
 
 
 def rank_range(

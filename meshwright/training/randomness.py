@@ -27,7 +27,7 @@ def stateless_randomness(
         place = MicroStep(
             seed=seed,
             step=step,
-            first_row=rows.start - step * geometry.global_batch,
+            first_row=rows.start - geometry.start_of(step),
             num_rows=len(rows),
             total_rows=geometry.global_batch // geometry.num_microbatches,
         )

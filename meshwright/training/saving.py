@@ -15,13 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.manifest import Kind, LogicalTensor
+from meshwright.checkpoint.manifest import Kind, LogicalTensor, RunFacts
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.writer import Item
 from meshwright.comm import ops
 from meshwright.errors import CheckpointError
 from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.state import TrainState
+
+
+# Fields of `TrainState` that a step changes beside step and tokens.
+_NUMBERS = ("expected_count",)
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,19 @@ def load_items(state: TrainState, reader: CheckpointReader) -> None:
     )
     loaded = int(numbers.item()) // engine.replica[1]
     assert loaded == stored, f"{loaded:,} elements of optimizer state were loaded of {stored:,}"
+
+
+def state_numbers(state: TrainState) -> dict[str, float]:
+    """Numbers of the state beside step and tokens, for the manifest."""
+    return {name: float(getattr(state, name)) for name in _NUMBERS}
+
+
+def load_numbers(state: TrainState, run: RunFacts) -> None:
+    """Put back step, tokens and the numbers of `state_numbers` that the checkpoint has."""
+    state.step, state.tokens = run.step, run.tokens
+    for name in _NUMBERS:
+        if name in run.state:
+            setattr(state, name, run.state[name])
 
 
 def _check_optimizer(state: TrainState, reader: CheckpointReader) -> None:

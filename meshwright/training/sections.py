@@ -32,11 +32,13 @@ from meshwright.errors import ConfigError
 from meshwright.presets import find_model
 from meshwright.training.units import (
     EvalEvery,
+    SaveEvery,
     Span,
     StopAt,
     parse_bytes,
     parse_eval_every,
     parse_samples,
+    parse_save_every,
     parse_seconds,
     parse_span,
     parse_steps,
@@ -113,6 +115,7 @@ def _preset_name(name: str) -> str:
 _STOP_AT = _with_unit(parse_stop_at, str, "5000 steps", "20B tokens", "2 epochs", "10min")
 _SPAN = _with_unit(parse_span, str, "100 steps", "20%")
 _EVAL = _with_unit(parse_eval_every, str, "100 steps", "end", "never")
+_SAVE = _with_unit(parse_save_every, str, "100 steps", "30min", "end")
 _STEPS = _with_unit(parse_steps, lambda steps: f"{steps} step{'s' if steps > 1 else ''}", "10 steps")
 _SECONDS = _with_unit(parse_seconds, lambda seconds: f"{seconds:g} s", "300 s", "5min")
 _BYTES = _with_unit(parse_bytes, lambda numel: f"{numel} bytes", "25 MiB")
@@ -387,13 +390,16 @@ class PlanConfig(Section):
 
 
 class SaveConfig(Section):
-    """Where a run is kept."""
+    """Where a run is kept, and how often."""
 
-    built = MappingProxyType({"every": (None,)})
     dir: Annotated[Path, Field(strict=False)] = Path("runs/run")
-    """Run folder; unset: runs/NAME with NAME from the run file."""
-    every: str | None = None
-    """Time or steps between checkpoints, e.g. "30min"."""
+    """Run folder; unset: runs/NAME-NNNN with NAME from the run file. Checkpoints are in its `ckpt`."""
+    every: Annotated[SaveEvery, *_SAVE] | None = None
+    """Time or steps between checkpoints, e.g. "30min" (and at the end), or "end"; unset: none is written."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """Newest checkpoints that stay."""
+    background: bool = True
+    """Training waits for a copy in memory only, which is written while it goes on."""
 
 
 def _as_tuple(value: object) -> object:

@@ -109,6 +109,21 @@ class EvalEvery:
         return "end" if self.at_end else "never"
 
 
+@dataclass(frozen=True)
+class SaveEvery:
+    """When a checkpoint is written: every so many steps or seconds, and at the end."""
+
+    amount: float
+    unit: Literal["steps", "seconds", "end"]
+
+    def __str__(self) -> str:
+        return (
+            "end"
+            if self.unit == "end"
+            else f"{_plain(self.amount)} {self.unit[:-1] if self.amount == 1 else self.unit}"
+        )
+
+
 def toml_literal(value: object) -> str:
     """A value as it would be written in TOML (on one line), for messages and for files we write."""
     if isinstance(value, Mapping):
@@ -163,6 +178,23 @@ def parse_eval_every(value: object) -> EvalEvery:
         return EvalEvery(num_steps=None, at_end=value == "end")
     amount, unit = _measure(value, units=_STEPS, examples='"100 steps", "end" or "never"')
     return EvalEvery(num_steps=_at_least_one(value, amount, unit), at_end=True)
+
+
+def parse_save_every(value: object) -> SaveEvery:
+    """Parse `save.every`: "100 steps", "30min" (and at the end), or "end". Errors: E102, E109."""
+    if isinstance(value, SaveEvery):
+        return value
+    if value == "end":
+        return SaveEvery(0, "end")
+    units = MappingProxyType({**_STEPS, **_DURATIONS})
+    amount, unit = _measure(value, units=units, examples='"100 steps", "30min" or "end"')
+    if unit == "steps":
+        return SaveEvery(_at_least_one(value, amount, unit), "steps")
+    if amount <= 0:
+        raise ConfigError(
+            "E109", f'{toml_literal(value)}: time between checkpoints is more than zero, e.g. "30min"'
+        )
+    return SaveEvery(_tidy(amount), "seconds")
 
 
 def parse_steps(value: object) -> int:

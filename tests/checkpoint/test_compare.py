@@ -21,7 +21,7 @@ def saved(shapes, numbers=None, aliases=None) -> Manifest:
     tensors = tuple(
         LogicalTensor("parameter", name, "", shape, "float32", ()) for name, shape in shapes.items()
     )
-    run = RunFacts(step=4, model={"numbers": numbers or {}}, aliases=aliases or {})
+    run = RunFacts(step=4, numbers=numbers or {}, aliases=aliases or {})
     return Manifest(run, 1, (), tensors)
 
 

@@ -25,7 +25,7 @@ def example() -> Manifest:
     generator = LogicalTensor("generator", "0 cpu", "", (9,), "uint8", (Part(0, "g", 0, 9),))
     run = RunFacts(
         step=4, tokens=77, samples=64, state={"expected_count": 12.5}, seed=3, optimizer="adamw",
-        plan={"mesh": {"dp_shard": 2}}, model={"source": "preset:x", "numbers": {"dim": 5}}, aliases={"head": "w"},
+        plan={"mesh": {"dp_shard": 2}}, config={"train.seed": 3}, numbers={"dim": 5}, aliases={"head": "w"},
     )  # fmt: skip
     files = (
         FileRecord("rank00000.safetensors", 300, 0xDEADBEEF),
