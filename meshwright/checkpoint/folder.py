@@ -201,3 +201,11 @@ def find_checkpoints(place: Path) -> list[Path]:
     if (place / MANIFEST_NAME).is_file() or step_of(place) >= 0:
         return [place]
     return list_checkpoints(place / FOLDER_NAME) or list_checkpoints(place)
+
+
+def run_of(place: Path) -> Path | None:
+    """The run folder to which `place` (of `find_checkpoints`) belongs; None where it is in none."""
+    if list_checkpoints(place / FOLDER_NAME):
+        return place
+    inside = place if place.name == FOLDER_NAME else place.parent
+    return inside.parent if inside.name == FOLDER_NAME else None

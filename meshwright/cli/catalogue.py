@@ -339,4 +339,11 @@ CATALOGUE = (
         "run on another number of ranks learns something else.",
         'Set train.dropout = "stateless", the default.',
     ),
+    CodeEntry(
+        "W501",
+        "native dropout does not go on where it was",
+        "Each rank draws its masks from a generator of its own, and the checkpoint has as many generators as ranks "
+        "wrote it. Another number of ranks goes on, with masks that begin anew from the seed.",
+        'Resume on as many ranks, or set train.dropout = "stateless", whose masks belong to samples and steps.',
+    ),
 )

@@ -28,17 +28,23 @@ def train(
     processes: Annotated[
         int | None, typer.Option("-n", "--processes", min=1, help="Local processes (plan.processes).")
     ] = None,
-    resume: Annotated[str | None, typer.Option(help="auto, or the run to go on with.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto, a run folder or a checkpoint: go on from there.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Train from a run file, or run your script."""
-    if resume is not None:
-        raise ConfigError("E110", f"--resume {resume} is not built yet; built: runs from step 0")
     kind = Path(target).suffix
     if kind not in (".toml", ".py"):
         raise ConfigError("E100", f"{target!r} is neither a run file (.toml) nor a script (.py)")
     if kind == ".toml":
-        _train_config(Path(target), arguments or [], processes=processes, json_output=json_output)
+        _train_config(
+            Path(target), arguments or [], processes=processes, resume=resume, json_output=json_output
+        )
+    elif resume is not None:
+        raise ConfigError(
+            "E100", f"--resume {resume}: a script resumes by itself; --resume is for run files (.toml)"
+        )
     else:
         _train_script(Path(target), arguments or [], processes=processes or 1, json_output=json_output)
 
@@ -49,7 +55,9 @@ def require_torch() -> None:
         raise ConfigError("E001", INSTALL_TORCH)
 
 
-def _train_config(path: Path, arguments: list[str], *, processes: int | None, json_output: bool) -> None:
+def _train_config(
+    path: Path, arguments: list[str], *, processes: int | None, resume: str | None, json_output: bool
+) -> None:
     from meshwright.training.config import load_config
 
     if processes is not None:
@@ -61,7 +69,7 @@ def _train_config(path: Path, arguments: list[str], *, processes: int | None, js
     from meshwright.launching import launch_config
 
     with stdout_to_stderr(active=json_output):
-        result = launch_config(resolved, json_output=json_output)
+        result = launch_config(resolved, json_output=json_output, resume=resume)
     # Under torchrun or SLURM every rank runs this command, and only rank 0 has a result.
     if json_output and result:
         print_json(result)

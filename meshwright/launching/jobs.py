@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import EXIT_OK
+from meshwright.checkpoint.folder import ResumeFrom, find_checkpoints, run_of
+from meshwright.errors import EXIT_OK, CheckpointError
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.training.config import DEFAULT, Resolved, RunConfig, load_config
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
     from meshwright.comm.mesh import World
 
 
-def launch_config(resolved: Resolved, *, json_output: bool) -> dict[str, Any]:
+def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None = None) -> dict[str, Any]:
     """Train what `resolved` says: on local workers, or in this process if a launcher started it as a worker.
 
     Args:
         resolved: the configuration.
         json_output: write lines for people to standard error.
+        resume: `auto`, or a run folder or checkpoint to go on from; None: a fresh start.
 
     Returns:
         Rank 0's result; an empty dict on the other ranks of torchrun or SLURM.
@@ -39,26 +41,60 @@ def launch_config(resolved: Resolved, *, json_output: bool) -> dict[str, Any]:
     Raises:
         MeshwrightError: see `run_local`, and what training raises.
     """
-    name = resolved.config.save.dir
-    numbered = resolved.origins["save.dir"] == DEFAULT
-    if is_worker(os.environ):
-        run_dir = name.with_name(f"{name.name}-{job_name(os.environ)}") if numbered else name
-        return _train_here(resolved.config, run_dir, json_output=json_output)
-    processes = local_world_size(resolved.config, num_gpus=num_gpus(os.environ))
-    plan_of(resolved.config, world_size=processes)  # a plan that cannot run starts no process
-    run_dir = make_run_dir(name) if numbered else name
+    worker = is_worker(os.environ)
+    if not worker:
+        processes = local_world_size(resolved.config, num_gpus=num_gpus(os.environ))
+        plan_of(resolved.config, world_size=processes)  # a plan that cannot run starts no process
+    run_dir, resume_from = _run_dir(resolved, resume, worker=worker)
+    if worker:
+        return _train_here(resolved.config, run_dir, resume_from, json_output=json_output)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "resolved.toml").write_text(resolved.as_toml())
-    target = partial(_train, resolved.config, json_output)
+    target = partial(_train, resolved.config, json_output, resume_from)
     return run_local(target, processes=processes, run_dir=run_dir)[0]
 
 
-def train(source: str | Path | RunConfig, *overrides: str) -> dict[str, Any]:
+def _run_dir(resolved: Resolved, resume: str | None, *, worker: bool) -> tuple[Path, ResumeFrom | None]:
+    """The run folder, and where to look for a checkpoint.
+
+    Without `save.dir` a resumed run goes on in the folder of the checkpoint, and `auto` means the newest numbered
+    folder that has one (of torchrun's or SLURM's workers: the folder of their job).
+
+    Raises:
+        CheckpointError: E503 where a given place has no checkpoint.
+    """
+    name = resolved.config.save.dir
+    numbered = resolved.origins["save.dir"] == DEFAULT
+    if resume not in (None, "auto"):
+        place = Path(resume)
+        if not find_checkpoints(place):
+            raise CheckpointError(
+                "E503",
+                f"--resume {resume}: there is no checkpoint. Give a run folder, or one checkpoint of it "
+                f"(ckpt/step-NNNNNNNN), or auto; runs write them where save.every is set.",
+            )
+        own = run_of(place) if numbered else name
+        return own or _new_dir(name, worker=worker), ResumeFrom(place, required=True)
+    if numbered and (worker or resume is None):
+        own = _new_dir(name, worker=worker)
+    elif numbered:
+        own = next((path for path in _numbered(name) if find_checkpoints(path)), None) or make_run_dir(name)
+    else:
+        own = name
+    return own, ResumeFrom(own, required=False) if resume else None
+
+
+def _new_dir(name: Path, *, worker: bool) -> Path:
+    return name.with_name(f"{name.name}-{job_name(os.environ)}") if worker else make_run_dir(name)
+
+
+def train(source: str | Path | RunConfig, *overrides: str, resume: str | None = None) -> dict[str, Any]:
     """Train from Python: `meshwright.train("run.toml", "plan.zero=1", "plan.processes=2")`.
 
     Args:
         source: a run file, or a configuration.
         *overrides: texts `a.b=c`, for a run file.
+        resume: `auto`, or a run folder or checkpoint to go on from.
 
     Returns:
         The contract's result, as `meshwright train --json` prints it.
@@ -68,10 +104,10 @@ def train(source: str | Path | RunConfig, *overrides: str) -> dict[str, Any]:
     """
     if isinstance(source, RunConfig):
         values = source.model_dump(mode="json", exclude_unset=True)
-        return launch_config(
-            load_config(None, overrides, built_in=values, built_in_name="RunConfig"), json_output=True
-        )
-    return launch_config(load_config(Path(source), overrides), json_output=True)
+        resolved = load_config(None, overrides, built_in=values, built_in_name="RunConfig")
+    else:
+        resolved = load_config(Path(source), overrides)
+    return launch_config(resolved, json_output=True, resume=resume)
 
 
 def launch_script(path: Path, *, processes: int, arguments: list[str]) -> int:
@@ -115,9 +151,8 @@ def job_name(environment: Mapping[str, str]) -> str:
 def make_run_dir(prefix: Path) -> Path:
     """Create `<prefix>-NNNN` with the next free number."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    pattern = re.compile(re.escape(prefix.name) + r"-(\d{4,})")
-    taken = [int(match[1]) for path in prefix.parent.iterdir() if (match := pattern.fullmatch(path.name))]
-    number = max(taken, default=0) + 1
+    taken = _numbered(prefix)
+    number = int(taken[0].name.rpartition("-")[2]) + 1 if taken else 1
     while True:
         try:
             path = prefix.with_name(f"{prefix.name}-{number:04d}")
@@ -126,6 +161,15 @@ def make_run_dir(prefix: Path) -> Path:
             number += 1  # another run was faster
         else:
             return path
+
+
+def _numbered(prefix: Path) -> list[Path]:
+    """Folders `<prefix>-NNNN`, the highest number first."""
+    pattern = re.compile(re.escape(prefix.name) + r"-(\d{4,})")
+    if not prefix.parent.is_dir():
+        return []
+    found = {path: match for path in prefix.parent.iterdir() if (match := pattern.fullmatch(path.name))}
+    return sorted(found, key=lambda path: int(found[path][1]), reverse=True)
 
 
 def num_gpus(environment: Mapping[str, str]) -> int:
@@ -137,14 +181,18 @@ def num_gpus(environment: Mapping[str, str]) -> int:
     return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
 
 
-def _train(config: RunConfig, json_output: bool, world: World, context: WorkerContext) -> dict[str, Any]:
+def _train(
+    config: RunConfig, json_output: bool, resume: ResumeFrom | None, world: World, context: WorkerContext
+) -> dict[str, Any]:
     """The target of local workers."""
     descriptor = context.error_fd if json_output else context.output_fd
     stream = None if descriptor is None else open(descriptor, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
-    return _run_worker(config, world, context.run_dir, Console(stream))
+    return _run_worker(config, world, context.run_dir, Console(stream), resume)
 
 
-def _train_here(config: RunConfig, run_dir: Path, *, json_output: bool) -> dict[str, Any]:
+def _train_here(
+    config: RunConfig, run_dir: Path, resume: ResumeFrom | None, *, json_output: bool
+) -> dict[str, Any]:
     # Imported here, for they need torch: a launcher must not load it, and only this process is a worker.
     from meshwright.comm.mesh import current_world
     from meshwright.launching.worker import enable_dumps
@@ -153,16 +201,18 @@ def _train_here(config: RunConfig, run_dir: Path, *, json_output: bool) -> dict[
     context = WorkerContext(world.rank, run_dir)
     enable_dumps(context.files, world.rank)
     stream = (sys.stderr if json_output else sys.stdout) if world.rank == 0 else None
-    result = _run_worker(config, world, run_dir, Console(stream))
+    result = _run_worker(config, world, run_dir, Console(stream), resume)
     return result if world.rank == 0 else {}
 
 
-def _run_worker(config: RunConfig, world: World, run_dir: Path, console: Console) -> dict[str, Any]:
+def _run_worker(
+    config: RunConfig, world: World, run_dir: Path, console: Console, resume: ResumeFrom | None
+) -> dict[str, Any]:
     # Imported here because it needs torch, which a launcher must not load.
     from meshwright.training.loop import run_worker
 
     try:
-        return run_worker(config, world=world, run_dir=run_dir, console=console)
+        return run_worker(config, world=world, run_dir=run_dir, console=console, resume=resume)
     finally:
         console.close()
 

@@ -115,12 +115,17 @@ class Resolved:
 
     def values(self) -> dict[str, object]:
         """Dotted key -> value as it stands in a TOML file (None: not set), in the order of the sections."""
-        tree = self.config.model_dump(mode="json")
-        return {key: _at(tree, key) for key in KNOWN_KEYS}
+        return values_of(self.config)
 
     def as_toml(self) -> str:
         """A run file that gives this configuration again; each line's comment names the value's origin."""
         return toml_text(self.values(), self.origins)
+
+
+def values_of(config: RunConfig) -> dict[str, object]:
+    """Dotted key -> value as it stands in a TOML file (None: not set), in the order of the sections."""
+    tree = config.model_dump(mode="json")
+    return {key: _at(tree, key) for key in KNOWN_KEYS}
 
 
 def _rebuild(

@@ -10,6 +10,7 @@ from meshwright.layout.plan import TrainPlan
 from meshwright.layout.policy import Ownership
 from meshwright.mesh import AXIS_CUTS
 from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.metrics import StepRecord
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 
 _MIB = 2**20
@@ -88,3 +89,34 @@ def memory_line(
     }
     parts = [f"{name} {a / _MIB:.2f} / {b / _MIB:.2f}" for name, (a, b) in rows.items()]
     return f"memory a rank, predicted / measured MiB: {' · '.join(parts)}"
+
+
+def step_line(record: StepRecord, total: int | None) -> str:
+    """One step as `key=value`."""
+    parts = [
+        f"step={record.step}" + (f"/{total}" if total else ""),
+        f"loss={record.loss:.4f}",
+        f"lr={record.lr:.2e}",
+        f"gnorm={record.grad_norm:.3f}",
+        f"tok_s={record.tokens_per_second:,.0f}".replace(",", "_"),
+        f"s={record.seconds:.3f}",
+    ]
+    if record.mfu is not None:
+        parts.append(f"mfu={record.mfu:.3f}")
+    if record.eval_loss is not None:
+        parts.append(f"eval_loss={record.eval_loss:.4f}")
+    return " ".join(parts)
+
+
+def end_line(step: int, losses: Sequence[float], eval_loss: float | None, *, seconds: float) -> str:
+    """The last word about steps: losses of this process's first and last, held-out loss, seconds a step."""
+    if not losses:
+        return f"done   {step} steps   none of them now"
+    held = "" if eval_loss is None else f"   held-out loss {eval_loss:.4f}"
+    return f"done   {step} steps   loss {losses[0]:.4f} → {losses[-1]:.4f}{held}   {seconds:.3f} s a step"
+
+
+def mfu_line(mfu: float, causal: float, peak: str, *, on_gpu: bool) -> str:
+    """Utilisation, counted in the two ways that are common."""
+    text = f"mfu    {mfu:.1%} with full attention, {causal:.1%} with causal, of {peak}"
+    return text + ("; above 30% is good and above 40% excellent on accelerators" if on_gpu else "")

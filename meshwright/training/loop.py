@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,22 @@ from typing import Any
 import torch
 
 from meshwright.adapt import registry
+from meshwright.checkpoint.folder import FOLDER_NAME, ResumeFrom
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches, MapStyle, heldout_batches
 from meshwright.data.control import LastLabelOnly
 from meshwright.data.index_law import BatchGeometry
-from meshwright.errors import ConfigError, NumericsError, PlanError
+from meshwright.errors import ConfigError, NumericsError
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training import header
+from meshwright.training.checkpoints import Checkpoints, Resumed, resume_lines
 from meshwright.training.config import RunConfig
 from meshwright.training.console import Console
 from meshwright.training.determinism import prepare
+from meshwright.training.device import choose_device
+from meshwright.training.facts import run_facts
 from meshwright.training.flops import Peak, device_peak
 from meshwright.training.learning_rate import LearningRate
 from meshwright.training.metrics import (
@@ -45,7 +49,7 @@ from meshwright.training.planning import plan_of
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, evaluate, train_step
-from meshwright.training.task import DTYPES, Task, check_same_model, make_task
+from meshwright.training.task import DTYPES, Task, check_same_model, make_task, model_numbers
 from meshwright.training.tree import cast_batch
 
 
@@ -58,7 +62,9 @@ class Progress:
     eval_loss: float | None = None
 
 
-def run_worker(config: RunConfig, *, world: World, run_dir: Path, console: Console) -> dict[str, Any]:
+def run_worker(
+    config: RunConfig, *, world: World, run_dir: Path, console: Console, resume: ResumeFrom | None = None
+) -> dict[str, Any]:
     """Train as one rank of `world`; the contract's result on every rank.
 
     Args:
@@ -66,36 +72,18 @@ def run_worker(config: RunConfig, *, world: World, run_dir: Path, console: Conso
         world: who this process is.
         run_dir: run folder, the same on every rank; made if missing.
         console: where rank 0 prints; a console without a stream elsewhere.
+        resume: where to look for a checkpoint to go on from; None: a fresh start.
     """
-    device = _device(config, world)
+    device = choose_device(config, world)
     log = CommLog(world.rank, world.size, ring_path(run_dir / "events", world.rank))
     # The watchdog must speak before the transport gives up by itself.
     connect(world, device=device, timeout_seconds=2 * config.train.watchdog + 60)
     try:
         with Watchdog(log, limit_seconds=config.train.watchdog, folder=run_dir, world_size=world.size):
-            return Run(config, world, run_dir=run_dir, console=console, device=device, log=log).train()
+            return Run(config, world, run_dir=run_dir, console=console, device=device, log=log).train(resume)
     finally:
         console.close()
         disconnect()
-
-
-def _device(config: RunConfig, world: World) -> torch.device:
-    wants_gpu = config.plan.transport in ("auto", "nccl") and torch.cuda.is_available()
-    if config.plan.transport == "nccl" and not torch.cuda.is_available():
-        raise PlanError(
-            "E207", 'plan.transport = "nccl" needs CUDA GPUs and this host shows none; use "gloo"'
-        )
-    if wants_gpu:
-        if world.local_rank >= torch.cuda.device_count():
-            raise PlanError(
-                "E207",
-                f"local rank {world.local_rank} has no GPU: {torch.cuda.device_count()} are visible. Start fewer "
-                f'processes a host, or set plan.transport="gloo" for CPU processes.',
-            )
-        device = torch.device("cuda", world.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 class Run:
@@ -125,7 +113,7 @@ class Run:
         self.task = make_task(config)
         check_same_model(self.task.model, self.group, device=device)
         self.state = self._make_state()
-        self.batches = Batches(self.task.train_data, self._geometry(), seed=config.train.seed)
+        self._use_geometry(self._geometry())
         self.total_steps = self._total_steps(self.task)
         self.learning_rate = self._learning_rate()
         self.peak: Peak | None = device_peak(device, self.plan.precision)
@@ -133,6 +121,14 @@ class Run:
             self.task.flops, self.peak, world_size=world.size, global_batch=self.plan.global_batch
         )
         self.progress = Progress()
+        self.resumed: Resumed | None = None
+        self.checkpoints = Checkpoints(
+            run_dir / FOLDER_NAME,
+            self.state,
+            settings=config.save,
+            facts=lambda: run_facts(config, self.plan, self.state, self.batches.geometry),
+            say=console.line,
+        )
 
     def _optimizer_spec(self) -> OptimizerSpec:
         chosen = self.config.train.optimizer
@@ -157,14 +153,17 @@ class Run:
         ):
             self.console.line(text)
         registry.install(self.task.model, engine, dropout_kind=kind)
-        state = TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards))
-        if kind == "stateless":
-            state.randomness = stateless_randomness(
-                self._geometry(),
+        return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards))
+
+    def _use_geometry(self, geometry: BatchGeometry) -> None:
+        """Samples and dropout masks by where the global batch of a step begins in the stream."""
+        self.batches = Batches(self.task.train_data, geometry, seed=self.config.train.seed)
+        if self.config.train.dropout == "stateless":
+            self.state.randomness = stateless_randomness(
+                geometry,
                 seed=self.config.train.seed,
                 must_agree=partial(self.group.log.must_agree, self.group.axis),
             )
-        return state
 
     def _geometry(self) -> BatchGeometry:
         return BatchGeometry(
@@ -204,24 +203,47 @@ class Run:
 
     # The loop.
 
-    def train(self) -> dict[str, Any]:
-        """Run to the end and return the contract's result."""
+    def train(self, resume: ResumeFrom | None = None) -> dict[str, Any]:
+        """Run to the end, from a checkpoint if there is one at `resume`, and return the contract's result."""
         self._print_header()
+        if resume is not None:
+            self._resume(resume)
+        self.checkpoints.start()
         writer = self._make_writer() if self.is_first else None
         self.task.model.train()
         started = time.perf_counter()
         try:
-            last = False
+            last = self.total_steps is not None and self.state.step >= self.total_steps
             while not last:
                 result, seconds = self._timed_step()
                 last = self._is_last(time.perf_counter() - started)
+                stall = self.checkpoints.after_step(last=last)
                 due = self.config.train.eval_every.due(self.state.step, last=last)
                 eval_loss = self._evaluate() if due else None
-                self._record(self._step_record(result, seconds, eval_loss), writer, last=last)
+                self._record(self._step_record(result, seconds, eval_loss, stall), writer, last=last)
+            self.checkpoints.finish()
         finally:
             if writer is not None:
                 writer.close()
         return self._report()
+
+    def _resume(self, request: ResumeFrom) -> None:
+        config = self.config
+        self.resumed = self.checkpoints.resume(
+            request, optimizer=config.train.optimizer.name, numbers=model_numbers(config)
+        )
+        if self.resumed is None:
+            self.console.line(f"resume no checkpoint in {request.place}: a fresh start at step 0")
+            return
+        saved = self.resumed.manifest.run
+        offset = saved.samples - saved.step * self.plan.global_batch
+        self._use_geometry(replace(self._geometry(), first_sample=offset))
+        now = run_facts(config, self.plan, self.state, self.batches.geometry)
+        described = self.plan.describe()
+        for text in resume_lines(self.resumed, now, world_size=self.group.size, described=described):
+            self.console.line(text)
+        if self.total_steps is not None and self.state.step >= self.total_steps:
+            self.console.line(f"resume nothing is left to do: train.stop_at is {config.train.stop_at}")
 
     def _timed_step(self) -> tuple[StepResult, float]:
         step, start = self.state.step, time.perf_counter()
@@ -297,7 +319,11 @@ class Run:
     def _make_writer(self) -> MetricsWriter:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "plan.lock.json").write_text(self.plan.to_json())
-        return MetricsWriter(self.run_dir, tensorboard="tensorboard" in self.config.log.to)
+        return MetricsWriter(
+            self.run_dir,
+            tensorboard="tensorboard" in self.config.log.to,
+            after_step=self.state.step,
+        )
 
     def _print_header(self) -> None:
         say = self.console.line
@@ -313,7 +339,9 @@ class Run:
             else "mfu    unknown: this device is not in the table, and a wrong peak would lie"
         )
 
-    def _step_record(self, result: StepResult, seconds: float, eval_loss: float | None) -> StepRecord:
+    def _step_record(
+        self, result: StepResult, seconds: float, eval_loss: float | None, stall: float | None
+    ) -> StepRecord:
         self.progress.losses.append(result.loss)
         self.progress.seconds.append(seconds)
         return StepRecord(
@@ -327,16 +355,18 @@ class Run:
             mfu=self.meter.utilisation(seconds),
             hfu=self.meter.utilisation(seconds),
             eval_loss=eval_loss,
+            save_stall_seconds=stall,
         )
 
     def _record(self, record: StepRecord, writer: MetricsWriter | None, *, last: bool) -> None:
-        if record.step == 1:
+        first = len(self.progress.losses) == 1
+        if first:
             spec = self._optimizer_spec()
             self.console.line(header.memory_line(self.state.engine, self.state.optimizer, self.plan, spec))
         if writer is not None:
             writer.step(record)
-        line = _step_line(record, self.total_steps)
-        stays = last or record.step == 1 or record.eval_loss is not None
+        line = header.step_line(record, self.total_steps)
+        stays = last or first or record.eval_loss is not None
         if stays or record.step % self.config.log.print_every == 0:
             self.console.line(line)
         else:
@@ -346,56 +376,30 @@ class Run:
         control = self._control()
         peaks = gather_numbers(float(peak_memory_bytes(self.device)), self.group, self.device)
         seconds = median_step_seconds(self.progress.seconds)
-        steady = self.progress.seconds[1:] or self.progress.seconds
-        tokens_a_step = self.state.tokens / self.state.step
-        mfu = self.meter.utilisation(seconds)
-        self._print_end(seconds, mfu)
+        steady, losses = self.progress.seconds[1:] or self.progress.seconds, self.progress.losses
+        tokens_a_step = self.state.tokens / max(1, self.state.step)
+        mfu, mfu_causal = self.meter.utilisation(seconds), self.meter.utilisation(seconds, causal=True)
+        self.console.line(header.end_line(self.state.step, losses, self.progress.eval_loss, seconds=seconds))
+        if mfu is not None and mfu_causal is not None and self.peak is not None:
+            on_gpu = self.device.type == "cuda"
+            self.console.line(header.mfu_line(mfu, mfu_causal, self.peak.name, on_gpu=on_gpu))
         return {
             "run_dir": str(self.run_dir),
             "steps": self.state.step,
             "tokens": self.state.tokens,
-            "first_loss": self.progress.losses[0],
-            "final_loss": self.progress.losses[-1],
+            "first_loss": losses[0] if losses else None,
+            "final_loss": losses[-1] if losses else None,
             "eval_loss": self.progress.eval_loss,
             "control_loss": control,
-            "tokens_per_second": tokens_a_step * len(steady) / sum(steady),
+            "tokens_per_second": tokens_a_step * len(steady) / sum(steady) if steady else 0.0,
             "step_seconds_median": seconds,
             "mfu": mfu,
             "hfu": mfu,
-            "mfu_causal": self.meter.utilisation(seconds, causal=True),
+            "mfu_causal": mfu_causal,
             "mfu_peak": self.peak.name if self.peak else None,
             "peak_memory_bytes": [int(value) for value in peaks],
             "world_size": self.mesh.world.size,
             "mesh": self.plan.mesh.sizes(),
-            "resumed_from": None,
+            "resumed_from": str(self.resumed.path) if self.resumed else None,
+            "checkpoint": str(self.checkpoints.newest) if self.checkpoints.newest else None,
         }
-
-    def _print_end(self, seconds: float, mfu: float | None) -> None:
-        held = "" if self.progress.eval_loss is None else f"   held-out loss {self.progress.eval_loss:.4f}"
-        self.console.line(
-            f"done   {self.state.step} steps   loss {self.progress.losses[0]:.4f} → "
-            f"{self.progress.losses[-1]:.4f}{held}   {seconds:.3f} s a step"
-        )
-        if mfu is None or self.peak is None:
-            return
-        causal = self.meter.utilisation(seconds, causal=True)
-        text = f"mfu    {mfu:.1%} with full attention, {causal:.1%} with causal, of {self.peak.name}"
-        if self.device.type == "cuda":
-            text += "; above 30% is good and above 40% excellent on accelerators"
-        self.console.line(text)
-
-
-def _step_line(record: StepRecord, total: int | None) -> str:
-    parts = [
-        f"step={record.step}" + (f"/{total}" if total else ""),
-        f"loss={record.loss:.4f}",
-        f"lr={record.lr:.2e}",
-        f"gnorm={record.grad_norm:.3f}",
-        f"tok_s={record.tokens_per_second:,.0f}".replace(",", "_"),
-        f"s={record.seconds:.3f}",
-    ]
-    if record.mfu is not None:
-        parts.append(f"mfu={record.mfu:.3f}")
-    if record.eval_loss is not None:
-        parts.append(f"eval_loss={record.eval_loss:.4f}")
-    return " ".join(parts)

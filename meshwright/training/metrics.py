@@ -36,6 +36,7 @@ class StepRecord:
         mfu: model FLOPs (full attention) / peak; None where the peak is unknown.
         hfu: executed FLOPs (recomputation included) / peak; None where the peak is unknown.
         eval_loss: held-out loss after this step; None where none was computed.
+        save_stall_seconds: for which a checkpoint after this step stopped training; None where none was begun.
     """
 
     step: int
@@ -48,6 +49,7 @@ class StepRecord:
     mfu: float | None
     hfu: float | None
     eval_loss: float | None = None
+    save_stall_seconds: float | None = None
 
 
 class Meter:
@@ -72,10 +74,10 @@ class Meter:
         """MFU of a step of `seconds`: time of the model's FLOPs at peak / time of the step.
 
         Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same. None where the peak or the model's FLOPs
-        are unknown, and where the result exceeds 1: then the peak is wrong (a CPU's was measured while other programs
-        ran), and a number would lie.
+        are unknown, where no step was made, and where the result exceeds 1: then the peak is wrong (a CPU's was
+        measured while other programs ran), and a number would lie.
         """
-        if self._peak is None or not self._flops_per_step:
+        if self._peak is None or not self._flops_per_step or not seconds:
             return None
         flops = self._flops_per_step_causal if causal else self._flops_per_step
         share = flops / (seconds * self._peak.flops_per_second * self._world_size)
@@ -83,10 +85,19 @@ class Meter:
 
 
 class MetricsWriter:
-    """`metrics.jsonl` in the run folder, and TensorBoard events beside it when asked for."""
+    """`metrics.jsonl` in the run folder, and TensorBoard events beside it when asked for.
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
-        self._file: TextIO = (run_dir / "metrics.jsonl").open("w", buffering=1)
+    Args:
+        run_dir: the run folder.
+        tensorboard: whether to write events.
+        after_step: of a resumed run: lines up to this step stay, later ones are of the branch it has left.
+    """
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool, after_step: int = 0) -> None:
+        path = run_dir / "metrics.jsonl"
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= after_step] if after_step else []
+        self._file: TextIO = path.open("w", buffering=1)
+        self._file.writelines(kept)
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -111,6 +122,12 @@ class MetricsWriter:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _lines(path: Path) -> list[str]:
+    """Whole lines of a file that may not exist; a crash may have cut the last one."""
+    text = path.read_text() if path.is_file() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

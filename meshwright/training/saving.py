@@ -24,10 +24,6 @@ from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.state import TrainState
 
 
-# Fields of `TrainState` that a step changes beside step and tokens.
-_NUMBERS = ("expected_count",)
-
-
 @dataclass(frozen=True)
 class _Owned:
     """Flat elements [start, start + values.numel()) of a parameter or buffer on this rank.
@@ -193,15 +189,13 @@ def load_items(state: TrainState, reader: CheckpointReader) -> None:
 
 def state_numbers(state: TrainState) -> dict[str, float]:
     """Numbers of the state beside step and tokens, for the manifest."""
-    return {name: float(getattr(state, name)) for name in _NUMBERS}
+    return {"expected_count": state.expected_count}
 
 
 def load_numbers(state: TrainState, run: RunFacts) -> None:
     """Put back step, tokens and the numbers of `state_numbers` that the checkpoint has."""
     state.step, state.tokens = run.step, run.tokens
-    for name in _NUMBERS:
-        if name in run.state:
-            setattr(state, name, run.state[name])
+    state.expected_count = run.state.get("expected_count", state.expected_count)
 
 
 def _check_optimizer(state: TrainState, reader: CheckpointReader) -> None:

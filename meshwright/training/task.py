@@ -91,6 +91,15 @@ def _preset(config: RunConfig, name: str) -> ModelPreset:
     return preset.with_changes(**changes) if changes else preset
 
 
+def model_numbers(config: RunConfig) -> dict[str, int]:
+    """The sizes of a preset that keys of `model` may change, by key; empty for a user's module."""
+    kind, _, name = config.model.source.partition(":")
+    if kind != "preset":
+        return {}
+    sizes = dataclasses.asdict(_preset(config, name))
+    return {key: sizes[key] for key in type(config.model).model_fields if key in sizes and key != "source"}
+
+
 def _preset_task(config: RunConfig, name: str) -> Task:
     preset = _preset(config, name)
     is_language = preset.family != "mlp"
