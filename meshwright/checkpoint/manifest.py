@@ -115,7 +115,6 @@ class Manifest:
         files: in the order that `Part.file` counts.
         tensors: every logical tensor.
         written: seconds since the epoch.
-        version: of the package that wrote it.
     """
 
     run: RunFacts
@@ -123,7 +122,6 @@ class Manifest:
     files: tuple[FileRecord, ...]
     tensors: tuple[LogicalTensor, ...]
     written: float = 0.0
-    version: str = ""
 
     @cached_property
     def model(self) -> dict[str, LogicalTensor]:
@@ -180,8 +178,7 @@ class Manifest:
             if body["format"] != FORMAT:
                 raise CheckpointError(
                     "E502",
-                    f"{path} has format {body['format']}; this version reads format {FORMAT}. Install the version "
-                    f"that wrote it: {body.get('version')}.",
+                    f"{path} has format {body['format']}; this version reads format {FORMAT}. Update meshwright.",
                 )
             return cls(
                 run=RunFacts(**body["run"]),
@@ -189,7 +186,6 @@ class Manifest:
                 files=tuple(FileRecord(**file) for file in body["files"]),
                 tensors=tuple(_tensor_of(tensor) for tensor in body["tensors"]),
                 written=body["written"],
-                version=body["version"],
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(

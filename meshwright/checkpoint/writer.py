@@ -102,7 +102,6 @@ class Place:
         world_size: ranks that save.
         attempt: word that all ranks share and no earlier run used.
         keep: newest checkpoints that stay.
-        version: of this package, for the manifest.
     """
 
     folder: Path
@@ -110,7 +109,6 @@ class Place:
     world_size: int
     attempt: str
     keep: int = 3
-    version: str = ""
 
 
 @dataclass
@@ -128,6 +126,7 @@ class Writer:
     background: bool
     expected: Sequence[tuple[Kind, str, tuple[int, ...]]]
     progress: Callable[[], None] = lambda: None
+    _num_saves: int = field(default=0, init=False)
     _current: _Save | None = field(default=None, init=False)
     _host: list[Tensor] = field(default_factory=list, init=False)
 
@@ -141,7 +140,8 @@ class Writer:
         """
         started = time.perf_counter()
         last = self.finish()
-        path = folder.temporary(self.place.folder, run.step, self.place.attempt)
+        self._num_saves += 1  # the same on every rank, so that a failed save leaves nothing to the next one
+        path = folder.temporary(self.place.folder, run.step, f"{self.place.attempt}x{self._num_saves}")
         save = _Save(path, run, started)
         headers = [Header(item.key, item.values.dtype, tuple(item.values.shape)) for item in items]
         notes = [_note(item) for item in items]
@@ -227,7 +227,7 @@ class Writer:
             for rank, note in enumerate(notes)
         )
         tensors = merge_notes([note["items"] for note in notes], self.expected)
-        manifest = Manifest(save.run, self.place.world_size, files, tensors, time.time(), self.place.version)
+        manifest = Manifest(save.run, self.place.world_size, files, tensors, time.time())
         for rank in range(self.place.world_size):
             _note_path(save.path, rank).unlink()
         folder.commit(save.path, manifest)

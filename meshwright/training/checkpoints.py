@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright import __version__
 from meshwright.checkpoint import folder
 from meshwright.checkpoint.compare import check_same_model
 from meshwright.checkpoint.folder import ResumeFrom
@@ -189,7 +188,6 @@ class Checkpoints:
             world_size=self._group.size,
             attempt=f"{attempt:x}",
             keep=self._settings.keep,
-            version=__version__,
         )
         expected = expected_tensors(self._state.engine)
         self._writer = Writer(place, self._settings.background, expected, progress=self._progress)

@@ -1,4 +1,6 @@
+import json
 import random
+import zlib
 
 import pytest
 
@@ -31,7 +33,7 @@ def example() -> Manifest:
         FileRecord("rank00000.safetensors", 300, 0xDEADBEEF),
         FileRecord("rank00001.safetensors", 200, 1),
     )
-    return Manifest(run, 2, files, (weight, moment, step, buffer, generator), written=1.5, version="0.1")
+    return Manifest(run, 2, files, (weight, moment, step, buffer, generator), written=1.5)
 
 
 def test_json_round_trip_and_views():
@@ -65,13 +67,10 @@ def test_a_text_cut_or_changed_at_any_place_is_noticed():
     assert all(reading(wrong).startswith(("E502 m.json", "same")) for wrong in flipped)
 
 
-def test_a_later_format_names_the_version_that_wrote_it():
-    import json
-    import zlib
-
+def test_a_later_format_is_not_guessed_at():
     body = json.loads(example().to_json())["manifest"] | {"format": 9}
     checksum = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-    with pytest.raises(CheckpointError, match=r"format 9; this version reads format 1.*: 0\.1"):
+    with pytest.raises(CheckpointError, match="format 9; this version reads format 1"):
         Manifest.from_json(json.dumps({"checksum": checksum, "manifest": body}), path="m")
 
 

@@ -16,8 +16,8 @@ def launched(monkeypatch):
     """Fakes of the launcher; the list of their calls."""
     calls = []
 
-    def launch_config(resolved, *, json_output):
-        calls.append((resolved, json_output))
+    def launch_config(resolved, *, json_output, resume):
+        calls.append((resolved, json_output, resume))
         # Noise of a library in this process, and of a worker.
         print("loading")
         subprocess.run(["echo", "from a worker"], check=True)
@@ -43,9 +43,12 @@ def invoke(tmp_path, monkeypatch):
 def test_a_run_file_goes_to_the_launcher(launched, invoke):
     result = invoke("run.toml", "train.seed=3", "-n", "2")
     assert result.exit_code == 0
-    ((resolved, json_output),) = launched
+    ((resolved, json_output, resume),) = launched
     plan = resolved.config.plan
     assert (plan.zero, plan.processes, resolved.config.train.seed, json_output) == (1, 2, 3, False)
+    assert resume is None
+    invoke("run.toml", "--resume", "auto")
+    assert launched[1][2] == "auto"
 
 
 def test_json_is_the_only_thing_on_stdout(launched, invoke, capfd):
@@ -59,7 +62,7 @@ def test_json_is_the_only_thing_on_stdout(launched, invoke, capfd):
 
 
 def test_only_the_rank_with_a_result_prints_it(launched, invoke, monkeypatch):
-    monkeypatch.setattr("meshwright.launching.launch_config", lambda resolved, *, json_output: {})
+    monkeypatch.setattr("meshwright.launching.launch_config", lambda resolved, **given: {})
     result = invoke("run.toml", "--json")
     assert (result.exit_code, result.stdout) == (0, "")
 
@@ -88,7 +91,7 @@ def test_a_scripts_exit_code_is_ours(launched, invoke):
         (["none.toml"], "E100", "cannot read 'none.toml'"),
         (["none.py"], "E100", "cannot read 'none.py'"),
         (["run.toml", "--lr", "3"], "E100", "'--lr' is not of the form a.b=c; write e.g. lr=1"),
-        (["run.toml", "--resume", "auto"], "E110", "--resume auto is not built yet"),
+        (["loop.py", "--resume", "auto"], "E100", "--resume auto: a script resumes by itself"),
         (["run.toml", "plan.pp=2"], "E110", "plan.pp = 2 is not built yet; built: pp = 1"),
     ],
 )

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import PlanError, WorkerError
+from meshwright.errors import CheckpointError, PlanError, WorkerError
 from meshwright.launching import jobs, launch_config, launch_script
 from meshwright.training.config import load_config
 
 
-def _run_worker(config, *, world, run_dir, console) -> dict[str, object]:
+def _run_worker(config, *, world, run_dir, console, resume) -> dict[str, object]:
     """Stands for the training loop, which has tests of its own."""
     console.line(f"rank {world.rank} speaks")
+    assert resume is None
     return {"run_dir": str(run_dir), "world_size": world.size, "seed": config.train.seed}
 
 
@@ -61,6 +62,48 @@ def test_local_launch_passes_processes_and_folder(tmp_path, monkeypatch) -> None
         zip((4, 3, 2), folders, strict=True)
     )
     assert load_config(folders[1] / "resolved.toml").config.train.global_batch == 33
+
+
+def checkpoint(run_dir: Path, step: int = 4) -> Path:
+    path = run_dir / "ckpt" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    return path
+
+
+def test_where_a_run_goes_on(tmp_path, monkeypatch) -> None:
+    """Run folder, and where a checkpoint is looked for, of (resume, save.dir, worker of torchrun)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    for number in (1, 2, 10):
+        Path(f"runs/run-{number:04d}").mkdir(parents=True)
+    checkpoint(Path("runs/run-0001"))
+    newest, imported = checkpoint(Path("runs/run-0002")), Path("imported")
+    imported.mkdir()
+    (imported / "manifest.json").write_text("{}")
+
+    def where(resume, *overrides, worker=False):
+        run_dir, found = jobs._run_dir(load_config(None, overrides), resume, worker=worker)
+        return str(run_dir), found and (str(found.place), found.required)
+
+    assert where("auto") == ("runs/run-0002", ("runs/run-0002", False))
+    assert where("auto", "save.dir=mine") == ("mine", ("mine", False))
+    assert where("auto", worker=True) == ("runs/run-job7", ("runs/run-job7", False))
+    assert where(None, worker=True) == ("runs/run-job7", None)
+    for place in (newest, newest.parent, Path("runs/run-0002")):
+        assert where(str(place)) == ("runs/run-0002", (str(place), True))
+        assert where(str(place), "save.dir=mine") == ("mine", (str(place), True))
+    assert where("imported") == ("runs/run-0011", ("imported", True))
+    assert where("imported", worker=True) == ("runs/run-job7", ("imported", True))
+    assert where(None) == ("runs/run-0012", None)
+    with pytest.raises(CheckpointError, match=r"E503 --resume runs/run-0010: there is no checkpoint"):
+        where("runs/run-0010")
+
+
+def test_auto_without_any_checkpoint_is_a_new_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir, found = jobs._run_dir(load_config(None), "auto", worker=False)
+    assert (str(run_dir), found.required) == ("runs/run-0001", False)
 
 
 def test_a_plan_that_cannot_run_starts_no_process(tmp_path, monkeypatch) -> None:

@@ -254,7 +254,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
         "plan.staleness=1",
         "plan.cluster=8xh100",
         "plan.memory_headroom=10%",
-        "save.every=30min",
         "log.to=['wandb']",
     ],
 )

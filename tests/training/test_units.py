@@ -8,6 +8,7 @@ from meshwright.training.units import (
     parse_bytes,
     parse_eval_every,
     parse_samples,
+    parse_save_every,
     parse_seconds,
     parse_span,
     parse_steps,
@@ -60,6 +61,9 @@ def test_stop_at(text, expected):
         (parse_span, "10", "E102", 'Write "100 steps" or "20%".'),
         (parse_eval_every, "sometimes", "E102", '"100 steps", "end" or "never"'),
         (parse_eval_every, "0 steps", "E109", "at least 1"),
+        (parse_save_every, "often", "E102", '"100 steps", "30min" or "end"'),
+        (parse_save_every, "0 steps", "E109", "at least 1"),
+        (parse_save_every, "0 h", "E109", "time between checkpoints is more than zero"),
         (parse_steps, 3, "E102", '3: no unit. Write "10 steps".'),
         (parse_seconds, "300", "E102", 'Write "300 s", "5min" or "1h".'),
         (parse_seconds, "0 s", "E109", "more than zero"),
@@ -101,3 +105,11 @@ def test_eval_every_is_due():
 
 def test_toml_literal():
     assert toml_literal({"a b": [1, 2.5, True], "c": "é\n"}) == '{ "a b" = [1, 2.5, true], c = "é\\n" }'
+
+
+def test_save_every_counts_steps_or_seconds():
+    texts = {"100 steps": "100 steps", "1 step": "1 step", "30min": "1800 seconds", "end": "end"}
+    for given, text in texts.items():
+        every = parse_save_every(given)
+        assert str(every) == text
+        assert parse_save_every(text) == parse_save_every(every) == every
