@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from meshwright.adapt import batch_norm, dropout, linear
+from meshwright.adapt import batch_norm, dropout, linear, precision
 from meshwright.adapt.dropout import DropoutKind
 from meshwright.sharding.engine import ShardingEngine
 
@@ -28,7 +28,11 @@ def install(
     """
     if dropout_kind == "stateless":
         dropout.check_modules(model, num_ranks=engine.group.size)
-    undos = [batch_norm.install(model, engine.group), linear.install(model, engine)]
+    undos = [
+        precision.install(model, engine.compute_dtype),
+        batch_norm.install(model, engine.group),
+        linear.install(model, engine),
+    ]
 
     def undo() -> None:
         for step in reversed(undos):

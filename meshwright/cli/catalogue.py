@@ -218,6 +218,15 @@ CATALOGUE = (
         "Take an algorithm that the message names; meshwright draw --collective NAME shows each.",
     ),
     CodeEntry(
+        "E210",
+        "a model that cannot run in this precision",
+        "With plan.precision = bf16 or fp16 forward and backward run in 16 bits, the optimizer's state is float32. An "
+        "operation of the model has no such kernel here, or a float32 buffer meets 16-bit activations, or a parameter "
+        "is complex or float64 and would lose digits.",
+        "Cast around the operation, x.float(), and a buffer where it is used, buffer.to(x.dtype); or set "
+        'plan.precision = "fp32". Runs on a GPU have more kernels than CPU processes.',
+    ),
+    CodeEntry(
         "E401",
         "a worker died or raised",
         "The first rank that failed is named; others wait for it and are ended, which is a consequence.",
@@ -301,6 +310,14 @@ CATALOGUE = (
         "Look at the labels of the named step: all are marked as ignored (-100), e.g. empty or cut documents.",
     ),
     CodeEntry(
+        "E603",
+        "fp16 gradients overflow at every loss scale",
+        "Each step whose fp16 gradients overflow is left out and halves the loss scale. So many came in a row "
+        "that the scale is no cause of it.",
+        'Set plan.precision = "bf16", which has the range of float32; else lower train.optimizer.lr, or look for '
+        "values near 65,504 in the model.",
+    ),
+    CodeEntry(
         "E801",
         "a model that comes out differently when it is built again",
         "Every rank builds the model by itself. Two builds in one process gave other values, so ranks would too.",
@@ -338,6 +355,19 @@ CATALOGUE = (
         "torch's own dropout knows nothing of the global batch: each rank draws masks for its own rows, so the same "
         "run on another number of ranks learns something else.",
         'Set train.dropout = "stateless", the default.',
+    ),
+    CodeEntry(
+        "W207",
+        "fp16 on CPU processes",
+        "torch multiplies fp16 matrices on CPUs without vector instructions: slower than in float32.",
+        'Take "bf16", or run on a GPU.',
+    ),
+    CodeEntry(
+        "W208",
+        "offload that frees nothing",
+        "On CPU processes the device's memory is the host's. The run is exact, with one more copy of weights and "
+        "gradients.",
+        "Leave plan.offload out; plan.zero = 1 to 3 cut the optimizer's state over ranks.",
     ),
     CodeEntry(
         "W501",

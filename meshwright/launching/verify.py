@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import cloudpickle
@@ -22,7 +23,7 @@ import cloudpickle
 from meshwright.errors import ConfigError, WorkerError
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
-from meshwright.layout.plan import TrainPlan
+from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.training.config import Resolved, RunConfig, load_config
 from meshwright.training.planning import local_world_size, plan_of
 from meshwright.verification.cut import cut_overrides, eps_override
@@ -39,6 +40,14 @@ DEFAULT_PROCESSES = 4
 DEFAULT_STEPS = 3
 _TENSORS = "reference.bin"
 _DEFAULT_MICRO_BATCH = 2
+PRECISION_WORDS = MappingProxyType(
+    {
+        "fp64": "float64",
+        "fp32": "float32",
+        "bf16": "bfloat16 with float32 masters",
+        "fp16": "float16 with float32 masters and a loss scale",
+    }
+)
 _DEFAULT_MICROBATCHES = 2
 
 
@@ -48,7 +57,7 @@ class VerifyOptions(TypedDict, total=False):
     Keys:
         steps: optimizer steps to compare, default 3.
         global_batch: samples of a step; default: 2 a rank in each of 2 micro-steps.
-        precision: `fp64` (default) or `fp32`, for both runs.
+        precision: `fp64` (default), `fp32`, `bf16` or `fp16`, for both runs.
         optimizer: `adamw` (default), `adam` or `sgd`.
         clip_norm: largest global gradient norm, default 1.0; 0 does not clip. It is lowered so that it acts.
         seed: of weights and sample order, default 0.
@@ -57,7 +66,7 @@ class VerifyOptions(TypedDict, total=False):
 
     steps: int
     global_batch: int
-    precision: Literal["fp64", "fp32"]
+    precision: Precision
     optimizer: Literal["adamw", "adam", "sgd"]
     clip_norm: float
     seed: int
@@ -71,7 +80,7 @@ class SourceOptions:
     Attributes:
         plan: keys of `plan` as `tp=2,pp=2,zero=1`; they override the source's.
         processes: candidate ranks; None: the source's, else 4.
-        precision: `fp64` or `fp32`.
+        precision: `fp64`, `fp32`, `bf16` or `fp16`.
         steps: optimizer steps to compare.
         full: keep the sizes of a known architecture.
     """
@@ -224,7 +233,7 @@ def result_of(
     job: VerifyJob, reference: Reference, ranks: Sequence[RankReport], *, model: str, seconds: float
 ) -> VerifyResult:
     """The judgement of what workers measured; `model` is words for the result."""
-    precision = {"fp64": "float64", "fp32": "float32"}[job.plan.precision]
+    precision = PRECISION_WORDS[job.plan.precision]
     if reference.asks_for_float32:
         precision += ", also where the model asks for float32"
     sizes = Sizes(job.plan.mesh.dp, job.plan.num_microbatches, job.steps, job.plan.policy.name)

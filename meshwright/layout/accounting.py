@@ -12,6 +12,10 @@ runs. With N bytes of padded parameters over P ranks and A micro-batches, per ra
 With whole ownership the bytes are the means over ranks: an owner receives what others send. Over R copies of P ranks
 each (hsdp) every rank sends another 2(R-1)/R·N/P once a step.
 
+In a plan of 16 bits weights have 2 bytes an element, on the wire too; gradients, sums of them on the wire, optimizer
+state and masters (one for each element that a rank updates) have 4. With offload the masters, and a copy of the
+gradients that the optimizer reads, are in host memory.
+
 Source: ZeRO (arXiv 1910.02054), sections 5 and 7.
 Simplification: parameters of no bucket (not trained and not sharded) and activations are not counted.
 """
@@ -36,21 +40,26 @@ class MemoryBytes:
     Attributes:
         weights: full flat weights; with zero3 the buffers of gathered units.
         weight_shards: shards of their own (zero3).
+        masters: float32 copies of what this rank updates.
         gradients: full flat gradients that stay.
         gradient_shards: shards of their own (zero2, zero3).
         pool: open gradient buffers.
+        host: masters and copies of gradients in host memory.
     """
 
     weights: int
     weight_shards: int
+    masters: int
     gradients: int
     gradient_shards: int
     pool: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all."""
-        return self.weights + self.weight_shards + self.gradients + self.gradient_shards + self.pool
+        """Sum of what the device holds."""
+        weights = self.weights + self.weight_shards + self.masters
+        return weights + self.gradients + self.gradient_shards + self.pool
 
 
 def _nbytes(buckets: Sequence[Bucket]) -> int:
@@ -59,6 +68,17 @@ def _nbytes(buckets: Sequence[Bucket]) -> int:
 
 def _shard_bytes(buckets: Sequence[Bucket], index: int) -> int:
     return sum(bucket.shard_numel(index) * bucket.itemsize for bucket in buckets)
+
+
+def _gradient_bytes(buckets: Sequence[Bucket]) -> int:
+    return sum(bucket.numel * bucket.master_itemsize for bucket in buckets)
+
+
+def _master_bytes(policy: ShardingPolicy, buckets: Sequence[Bucket], index: int) -> int:
+    """What rank `index` updates, in the element type of masters."""
+    if not policy.shards_optimizer:
+        return _gradient_bytes(buckets)
+    return sum(bucket.shard_numel(index) * bucket.master_itemsize for bucket in buckets)
 
 
 def _all(units: Sequence[Unit]) -> list[Bucket]:
@@ -118,7 +138,8 @@ def copies_calls(units: Sequence[Unit], *, num_copies: int) -> Counter[str]:
 
 def copies_wire_bytes(units: Sequence[Unit], *, num_copies: int, index: int = 0) -> int:
     """Bytes that rank `index` of each copy sends in one step to other copies."""
-    return 2 * _shard_bytes(_trained(units), index) * (num_copies - 1) // num_copies
+    nbytes = sum(bucket.shard_numel(index) * bucket.master_itemsize for bucket in _trained(units))
+    return 2 * nbytes * (num_copies - 1) // num_copies
 
 
 def declared_wire_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, num_microbatches: int) -> int:
@@ -130,26 +151,27 @@ def declared_wire_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, num_mi
     if not buckets or buckets[0].num_shards == 1:
         return 0
     shards = buckets[0].num_shards
-    total = _nbytes(buckets)
-    numel_moved = 0
+    gradients, moved = _gradient_bytes(buckets), 0
     if policy.last_microbatch is not None:
-        numel_moved += total * (2 if policy.last_microbatch == "all_reduce" else 1)
+        moved += gradients * (2 if policy.last_microbatch == "all_reduce" else 1)
     if policy.gradient_ready == "reduce_scatter":
-        numel_moved += total * num_microbatches
+        moved += gradients * num_microbatches
     if policy.after_step is not None:
-        numel_moved += total
+        moved += _nbytes(buckets)
     if policy.before_use is not None:
         kept = kept_unit(policy, units)
-        numel_moved += num_microbatches * (2 * _nbytes(_all(units)) - (_nbytes(kept.buckets) if kept else 0))
-    return numel_moved * (shards - 1) // shards
+        moved += num_microbatches * (2 * _nbytes(_all(units)) - (_nbytes(kept.buckets) if kept else 0))
+    return moved * (shards - 1) // shards
 
 
-def memory_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, index: int = 0) -> MemoryBytes:
+def memory_bytes(
+    policy: ShardingPolicy, units: Sequence[Unit], *, index: int = 0, offload: bool = False
+) -> MemoryBytes:
     """Bytes of weights and gradients that rank `index` holds from its first backward on, at every moment of a step.
 
     Ranks differ with whole ownership only. Buffers of gathered weights and open gradients are kept for reuse, so
     nothing grows or shrinks inside a step. For models that use every unit once, in order, and whose gradients come in
-    reverse order.
+    reverse order. `offload`: whether masters and optimizer state are in host memory.
     """
     buckets, trained = _all(units), _trained(units)
     shards = buckets[0].num_shards if buckets else 1
@@ -158,9 +180,11 @@ def memory_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, index: int = 
     return MemoryBytes(
         weights=_pool_bytes(policy, units, trained_only=False) if transient else _nbytes(buckets),
         weight_shards=_shard_bytes(buckets, index) if transient else 0,
-        gradients=0 if sums_in_shard else _nbytes(trained),
-        gradient_shards=_shard_bytes(trained, index) if sums_in_shard else 0,
+        masters=0 if offload else _master_bytes(policy, [b for b in trained if b.has_master], index),
+        gradients=0 if sums_in_shard else _gradient_bytes(trained),
+        gradient_shards=_master_bytes(policy, trained, index) if sums_in_shard else 0,
         pool=_pool_bytes(policy, units, trained_only=True) if sums_in_shard else 0,
+        host=2 * _master_bytes(policy, trained, index) if offload else 0,
     )
 
 
@@ -174,11 +198,13 @@ def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, trained_only: 
         for bucket in unit.buckets:
             if trained_only and not bucket.trainable:
                 continue
-            nbytes = bucket.nbytes
+            # Gradients of 16-bit and of float32 buckets share a pool: both are float32.
+            kind = bucket.parameters[0].gradient_kind if trained_only else bucket.parameters[0].kind
+            nbytes = bucket.numel * (bucket.master_itemsize if trained_only else bucket.itemsize)
             if unit.is_root and policy.shards_parameters:
                 total += nbytes
             else:
-                shared.setdefault(bucket.parameters[0].kind, []).append(nbytes)
+                shared.setdefault(kind, []).append(nbytes)
     return total + sum(max(sizes) * min(2, len(sizes)) for sizes in shared.values())
 
 
@@ -200,5 +226,5 @@ def optimizer_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, optimizer:
     for bucket in _trained(units):
         owners = bucket.num_shards if policy.shards_optimizer else 1
         for piece in bucket.owned(index if owners > 1 else 0, owners):
-            total += (piece.stop - piece.start) * bucket.itemsize * slots + step_bytes
+            total += (piece.stop - piece.start) * bucket.master_itemsize * slots + step_bytes
     return total

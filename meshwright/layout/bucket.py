@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from meshwright.layout.layout import FlatOwnership, Layout
 
+_MASTER_ITEMSIZE = 4
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -20,11 +22,12 @@ class ParameterSpec:
     Attributes:
         name: in the model.
         shape: of the logical tensor.
-        dtype: element type.
+        dtype: element type with which the model computes, and that is gathered.
         itemsize: bytes of one element.
         trainable: whether it gets a gradient.
         device: where it lies when a module spans several devices of this process; empty: the run's.
         is_hidden: whether it is a matrix of a repeated block (what Muon updates).
+        has_master: whether the optimizer updates a float32 copy of it; gradients are float32 then too.
     """
 
     name: str
@@ -34,6 +37,7 @@ class ParameterSpec:
     trainable: bool = True
     device: str = ""
     is_hidden: bool = False
+    has_master: bool = False
 
     @property
     def kind(self) -> tuple[str, str, bool]:
@@ -41,9 +45,19 @@ class ParameterSpec:
         return self.device, self.dtype, self.trainable
 
     @property
+    def gradient_kind(self) -> tuple[str, str, bool]:
+        """The kind of its gradient: open gradients of one kind share buffers."""
+        return self.device, "float32" if self.has_master else self.dtype, self.trainable
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of one element of its gradient, of its optimizer state and of what the optimizer updates."""
+        return _MASTER_ITEMSIZE if self.has_master else self.itemsize
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,16 @@ class Bucket:
     def nbytes(self) -> int:
         """Bytes of the whole buffer."""
         return self.numel * self.itemsize
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a float32 copy of it."""
+        return self.parameters[0].has_master
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of one element of gradients, optimizer state and what the optimizer updates."""
+        return self.parameters[0].master_itemsize
 
     def shard_numel(self, index: int) -> int:
         """Elements of rank `index`'s shard, padding included."""
@@ -184,7 +208,7 @@ def make_bucket(
         owners: parameter name to the rank that owns it whole, whose parameters then lie together; None: equal
             shards cut anywhere, and the total is padded to the number of ranks.
     """
-    kinds = {parameter.kind for parameter in parameters}
+    kinds = {(*parameter.kind, parameter.has_master) for parameter in parameters}
     assert len(kinds) == 1, f"bucket {name} mixes {sorted(map(str, kinds))}"
     if owners is not None:
         parameters = sorted(parameters, key=lambda parameter: owners[parameter.name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.layout.plan import Precision, TrainPlan
+from meshwright.layout.plan import Offload, Precision, TrainPlan
 from meshwright.layout.policy import Ownership, ShardingPolicy, find_policy
 from meshwright.mesh import MeshSpec
 
@@ -18,7 +18,8 @@ class PlanRequest:
         policy: `ddp`, `zero1` ... or a ZeRO stage.
         dp: data-parallel size; None takes what the other axes leave of the world.
         micro_batch: samples a rank and micro-step; None makes one micro-step.
-        precision: element type.
+        precision: element type of forward and backward.
+        offload: what lives in host memory.
         bucket_bytes: bucket target; None keeps the policy's.
         hsdp: ranks that share one copy of the model; None: all.
         ownership: `flat` shards cut anywhere, or `whole` parameters on one owner.
@@ -28,6 +29,7 @@ class PlanRequest:
     dp: int | None = None
     micro_batch: int | None = None
     precision: Precision = "fp32"
+    offload: Offload = "none"
     bucket_bytes: int | None = None
     hsdp: int | None = None
     ownership: Ownership = "flat"
@@ -72,6 +74,7 @@ def make_plan(
         micro_batch=micro_batch,
         num_microbatches=global_batch // (dp * micro_batch),
         precision=request.precision,
+        offload=request.offload,
     )
 
 

@@ -46,20 +46,19 @@ def group_by_size(
     that are not trained stay where they are.
     """
     groups: list[_Group] = []
-    members: list[ParameterSpec] = []
+    # By kind: a few float32 parameters among many of 16 bits close no bucket of these.
+    open_groups: dict[tuple[str, str, bool], list[ParameterSpec]] = {}
 
-    def close() -> None:
-        if members:
-            groups.append(_Group(f"bucket {len(groups)}", tuple(members)))
-            members.clear()
+    def close(kind: tuple[str, str, bool]) -> None:
+        groups.append(_Group(f"bucket {len(groups)}", tuple(open_groups.pop(kind))))
 
     for parameter in reversed([p for p in parameters if p.trainable]):
-        if members and members[-1].kind != parameter.kind:
-            close()
+        members = open_groups.setdefault(parameter.kind, [])
         members.append(parameter)
-        if sum(p.numel * p.itemsize for p in members) >= bucket_bytes:
-            close()
-    close()
+        if sum(p.numel * p.master_itemsize for p in members) >= bucket_bytes:
+            close(parameter.kind)
+    for kind in list(open_groups):
+        close(kind)
     return (Unit("", tuple(_buckets(groups, division))),)
 
 

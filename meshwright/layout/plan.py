@@ -10,7 +10,8 @@ from typing import Any, Literal
 from meshwright.layout.policy import ShardingPolicy, find_policy
 from meshwright.mesh import MeshSpec
 
-Precision = Literal["fp64", "fp32"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Offload = Literal["none", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class TrainPlan:
         global_batch: samples a step, over all ranks and micro-steps.
         micro_batch: samples a rank and micro-step.
         num_microbatches: micro-steps a step; global_batch = dp x micro_batch x num_microbatches.
-        precision: element type of parameters, gradients and optimizer state.
+        precision: element type of forward and backward; with 16 bits the optimizer's state, the masters it updates
+            and sums of gradients are float32.
+        offload: what lives in host memory: nothing, or the masters and the optimizer's state.
     """
 
     mesh: MeshSpec
@@ -32,6 +35,7 @@ class TrainPlan:
     micro_batch: int
     num_microbatches: int
     precision: Precision = "fp32"
+    offload: Offload = "none"
 
     def describe(self) -> str:
         """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`; `2 copies of zero3x4`, `whole zero1x2`."""
@@ -39,7 +43,8 @@ class TrainPlan:
         name = self.policy.name if shard == 1 else f"{self.policy.name}x{shard}"
         name = f"whole {name}" if self.policy.ownership == "whole" else name
         name = f"{copies} copies of {name}" if copies > 1 else name
-        return f"{name} · micro {self.micro_batch} x accumulate {self.num_microbatches} · {self.precision}"
+        parts = [name, f"micro {self.micro_batch} x accumulate {self.num_microbatches}", self.precision]
+        return " · ".join([*parts, *(["optimizer in host memory"] if self.offload == "optimizer" else [])])
 
     def to_json(self) -> str:
         """Stable JSON, the inverse of `from_json`."""

@@ -10,8 +10,12 @@ Life of a step, called by `training/step.py`:
       finish_microbatch            incomplete buckets are reduced too: a missing gradient hangs nobody
                                    after the last one every gradient shard holds the sum over ranks and
                                    micro-batches
-    (norm, clip, optimizer on `shards`)
-    finish_step                    zero1, zero2: gather the updated weights
+    (norm, clip, optimizer on `shards`, in the parts of `updating`)
+    finish_step                    masters are cast into weights; zero1, zero2: gather the updated weights
+
+[Note: masters] Where the model computes in 16 bits, the optimizer updates float32 masters; gradients are summed, over
+micro-batches and over ranks, in float32, and weights travel in 16 bits. With offload the masters, a copy of the summed
+gradient and the optimizer's state are in host memory.
 
 The engine sums gradients over ranks and micro-batches; what they are divided by is the training step's business. It
 knows nothing of optimizers.
@@ -33,8 +37,14 @@ from meshwright.layout.bucket import Piece, Unit
 from meshwright.layout.grouping import Division, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
 from meshwright.sharding.gatherer import GatheredUnit, Gatherer
+from meshwright.sharding.host import HostCopies
 from meshwright.sharding.memory import BucketMemory, BufferPool, Initialiser, give_memory
-from meshwright.sharding.units import assign_units, find_units, parameter_specs
+from meshwright.sharding.units import (
+    assign_units,
+    find_units,
+    parameter_specs,
+    parameters_in_master_type,
+)
 
 # Reductions that stay in flight behind the newest backward work: more hides nothing (the next one waits for the
 # wire) and each holds a buffer. `layout/accounting.py` counts these buffers.
@@ -52,8 +62,8 @@ class ShardParameter:
         name: of the logical parameter.
         shape: of the logical parameter.
         piece: which flat elements this rank owns.
-        parameter: view of this rank's memory; its `.grad` is a view of the summed gradient. It has the logical
-            shape where ranks hold whole parameters (ddp, one shard), else it is 1-D.
+        parameter: view of this rank's memory (of the master, where there is one); its `.grad` is a view of the summed
+            gradient. It has the logical shape where ranks hold whole parameters (ddp, one shard), else it is 1-D.
         gradient: that view.
     """
 
@@ -74,6 +84,8 @@ class ShardingEngine:
             of one copy.
         device: where the memory lives.
         initialiser: values of meta parameters.
+        compute_dtype: of forward and backward, where that is another than the model's parameters have now.
+        offload: whether the optimizer's state and what it updates are in host memory.
     """
 
     def __init__(
@@ -84,6 +96,8 @@ class ShardingEngine:
         groups: DataGroups,
         device: torch.device,
         initialiser: Initialiser | None = None,
+        compute_dtype: torch.dtype | None = None,
+        offload: bool = False,
     ) -> None:
         self.model = model
         self.policy = policy
@@ -91,22 +105,25 @@ class ShardingEngine:
         self.group: Group = groups.all
         self.device = device
         self.owners = groups.shard if policy.shards_optimizer else groups.all
-        self.units = plan_units(model, policy, self.owners.size)
+        self.units = plan_units(model, policy, self.owners.size, compute_dtype)
         parameters = dict(model.named_parameters())
+        copies = HostCopies(device) if offload else None
         self._names = list(parameters)
         index = self.owners.index
         self._unit_memories = [
-            [BucketMemory(bucket, parameters, policy, index) for bucket in unit.buckets]
+            [BucketMemory(bucket, parameters, policy, index, host_copies=copies) for bucket in unit.buckets]
             for unit in self.units
         ]
         self.memories = [memory for memories in self._unit_memories for memory in memories]
         with torch.no_grad():
             for memory in self.memories:
                 memory.allocate(device, initialiser)
-            self._move_rest(model, device, initialiser)
+            self._move_rest(model, device, initialiser, compute_dtype)
         self._trained = [memory for memory in self.memories if memory.bucket.trainable]
         self._make_pools(device)
         self._make_shards()
+        self.compute_dtype = compute_dtype
+        self._offloads = offload
         self._used: set[str] = set()
         self._last = True
         self._in_backward = False
@@ -119,17 +136,27 @@ class ShardingEngine:
                     lambda _p, memory=memory, position=position: self._take(memory, position)
                 )
 
-    def _move_rest(self, model: nn.Module, device: torch.device, initialiser: Initialiser | None) -> None:
-        """Parameters of no bucket (frozen, not sharded) and buffers go to the device as they are."""
+    def _move_rest(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        initialiser: Initialiser | None,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        """Parameters of no bucket (frozen, not sharded) and buffers go to the device; buffers keep their type."""
         bucketed = {parameter for memory in self.memories for parameter in memory.parameters}
+        kept = parameters_in_master_type(model)
         for name, parameter in model.named_parameters():
-            if parameter in bucketed or parameter.device == device:
+            if parameter in bucketed:
+                continue
+            dtype = parameter.dtype if compute_dtype is None or parameter in kept else compute_dtype
+            if (parameter.device, parameter.dtype) == (device, dtype):
                 continue
             values = parameter.data
             if values.is_meta:
                 assert initialiser is not None, f"parameter {name} is on the meta device, without values"
                 values = initialiser(name, 0, values.numel(), values.dtype).view(values.shape)
-            give_memory(parameter, values.to(device))
+            give_memory(parameter, values.to(device, dtype))
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.is_meta:
@@ -147,21 +174,22 @@ class ShardingEngine:
         own_root = self.policy.shards_parameters
         summing = [(u, m) for u, memories in by_unit for m in memories if m.sums_in_shard]
         gathering = [(u, m) for u, memories in by_unit for m in memories if m.transient]
-        self._gradient_pools = _pools(summing, device, own_root=own_root)
-        self._weight_pools = _pools(gathering, device, own_root=own_root)
+        self._gradient_pools = _pools(summing, device, own_root=own_root, dtype_of=lambda m: m.master_dtype)
+        self._weight_pools = _pools(gathering, device, own_root=own_root, dtype_of=lambda m: m.dtype)
 
     def _make_shards(self) -> None:
-        self.shards: list[ShardParameter] = []
+        self._shards_of: dict[BucketMemory, list[ShardParameter]] = {memory: [] for memory in self._trained}
         for memory in self._trained:
             specs = {spec.name: spec for spec in memory.bucket.parameters}
             for piece in memory.pieces():
                 where = slice(piece.offset, piece.offset + piece.stop - piece.start)
                 spec = specs[piece.name]
                 shape = spec.shape if memory.holds_whole else (piece.stop - piece.start,)
-                view = nn.Parameter(memory.weight_shard[where].view(shape))
-                gradient = memory.gradient_shard[where].view(shape)
+                view = nn.Parameter(memory.master_shard[where].view(shape))
+                gradient = memory.update_gradient[where].view(shape)
                 view.grad = gradient
-                self.shards.append(ShardParameter(piece.name, spec.shape, piece, view, gradient))
+                self._shards_of[memory].append(ShardParameter(piece.name, spec.shape, piece, view, gradient))
+        self.shards = [shard for shards in self._shards_of.values() for shard in shards]
 
     def _make_gatherer(self, model: nn.Module) -> Gatherer:
         units = [
@@ -222,14 +250,36 @@ class ShardingEngine:
         for memory in self._trained:
             if memory.copies_sum is not None:
                 memory.copies_sum.wait()
+            memory.start_fetch()
 
     def finish_step(self) -> None:
-        """After the optimizer: gather updated weights where the policy says so."""
+        """After the optimizer: updated masters go into weights, and these to other ranks where the policy says so."""
+        for memory in self._trained:
+            memory.publish()
         if self.policy.after_step != "all_gather":
             return
         handles = [memory.start_update(self.groups.shard) for memory in self._trained]
         for handle in [handle for started in handles for handle in started]:
             handle.wait()
+
+    def publish_masters(self) -> None:
+        """Make every weight what `shards` hold now, e.g. after a load into them."""
+        for memory in self._trained:
+            memory.is_published = False
+        self.finish_step()
+
+    def updating(self) -> Iterator[list[ShardParameter]]:
+        """The shards, in the parts in which an optimizer should update them; each with its gradient in place.
+
+        With offload a part is a bucket: while the host updates one, weights of the one before go up.
+        """
+        if not self._offloads:
+            yield self.shards
+            return
+        for memory, shards in self._shards_of.items():
+            memory.finish_fetch()
+            yield shards
+            memory.publish()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -274,11 +324,12 @@ class ShardingEngine:
         return total
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply every gradient shard."""
+        """Multiply the gradients that the optimizer reads."""
         if factor == 1.0:
             return
         for memory in self._trained:
-            memory.gradient_shard.mul_(factor)
+            memory.finish_fetch()
+            memory.update_gradient.mul_(factor)
 
     @property
     def gathered_units(self) -> list[str]:
@@ -288,13 +339,17 @@ class ShardingEngine:
     def storage_bytes(self) -> dict[str, int]:
         """Bytes held by the engine now, counted from the storages themselves.
 
-        Keys: `weights` (full flat weights, gathered ones included), `weight_shards`, `gradients` (full flat
-        gradients that stay), `gradient_shards`, `pool` (open gradient buffers), `communication` (receive buffers).
+        Keys: `weights` (full flat weights, gathered ones included), `weight_shards`, `masters` (float32 copies on the
+        device), `gradients` (full flat gradients that stay), `gradient_shards`, `pool` (open gradient buffers), `host`
+        (offloaded masters and gradients), `communication` (receive buffers).
         """
-        result = dict.fromkeys(
-            ("weights", "weight_shards", "gradients", "gradient_shards", "pool", "communication"), 0
-        )
+        keys = ("weights", "weight_shards", "masters", "gradients", "gradient_shards", "pool", "host")
+        result = dict.fromkeys((*keys, "communication"), 0)
         for memory in self.memories:
+            if memory.host is not None:
+                result["host"] += memory.host.nbytes
+            elif memory.has_own_master:
+                result["masters"] += memory.master_shard.untyped_storage().nbytes()
             if memory.transient:
                 result["weight_shards"] += memory.weight_shard.untyped_storage().nbytes()
             elif memory.weights is not None:
@@ -320,6 +375,8 @@ class ShardingEngine:
         sum of earlier ones already there.
         """
         for memory in self._trained:
+            if memory.bucket.has_master:  # no product of 16 bits writes float32 (docs/decisions/013)
+                continue
             for position, candidate in enumerate(memory.parameters):
                 if candidate is parameter:
                     return partial(self._lend, memory, position)
@@ -383,12 +440,18 @@ class ShardingEngine:
             memory.finish_reduction()
             if memory.sums_in_shard:
                 memory.close(self._gradient_pools[memory])
-            if self._last and self.policy.shards_optimizer:
+            if self._last and self.policy.shards_optimizer and self.groups.replicate.size > 1:
                 memory.start_copies_sum(self.groups.replicate)  # behind the rest of the backward
+            elif self._last:
+                memory.start_fetch()
 
 
 def _pools(
-    owners: list[tuple[Unit, BucketMemory]], device: torch.device, *, own_root: bool
+    owners: list[tuple[Unit, BucketMemory]],
+    device: torch.device,
+    *,
+    own_root: bool,
+    dtype_of: Callable[[BucketMemory], torch.dtype],
 ) -> dict[BucketMemory, BufferPool]:
     """A pool for each (element type, trained or not) that blocks share; with `own_root` one for each root bucket.
 
@@ -398,9 +461,9 @@ def _pools(
     pools: dict[BucketMemory, BufferPool] = {}
     for unit, memory in owners:
         if unit.is_root and own_root:
-            pools[memory] = BufferPool(memory.bucket.numel, memory.dtype, device)
+            pools[memory] = BufferPool(memory.bucket.numel, dtype_of(memory), device)
         else:
-            shared.setdefault((memory.dtype, memory.bucket.trainable), []).append(memory)
+            shared.setdefault((dtype_of(memory), memory.bucket.trainable), []).append(memory)
     for (dtype, _), memories in shared.items():
         pool = BufferPool(max(memory.bucket.numel for memory in memories), dtype, device)
         pools |= dict.fromkeys(memories, pool)
@@ -412,9 +475,11 @@ def _pool_bytes(pools: dict[BucketMemory, BufferPool]) -> int:
     return sum(b.untyped_storage().nbytes() for pool in distinct.values() for b in pool.buffers)
 
 
-def plan_units(model: nn.Module, policy: ShardingPolicy, num_shards: int) -> tuple[Unit, ...]:
-    """Group the model's parameters into units and buckets as `policy` wants them."""
-    specs = parameter_specs(model)
+def plan_units(
+    model: nn.Module, policy: ShardingPolicy, num_shards: int, compute_dtype: torch.dtype | None = None
+) -> tuple[Unit, ...]:
+    """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`."""
+    specs = parameter_specs(model, compute_dtype)
     division = Division(num_shards, policy.alignment_numel, policy.ownership)
     if policy.shards_parameters:
         return group_by_module(specs, assign_units(model, find_units(model)), division)

@@ -11,6 +11,7 @@ from meshwright.comm import ops
 from meshwright.comm.ops import DataGroups, Group, Handle
 from meshwright.layout.bucket import Bucket, ParameterSpec, Piece
 from meshwright.layout.policy import ShardingPolicy
+from meshwright.sharding.host import HostCopies, HostShard
 
 # (name, start, stop, dtype) -> values of the flat elements [start, stop) of a parameter built on the meta device
 Initialiser = Callable[[str, int, int, torch.dtype], Tensor]
@@ -49,10 +50,12 @@ class BucketMemory:
     Attributes:
         weights: flat full weights; parameters are views of it. Where parameters are sharded, None while released:
             parameters then keep their shapes without memory, so that a use is an error, never a wrong number.
-        weight_shard: what this rank updates: a slice of `weights`, or memory of its own (both exist once
-            `allocate` has run).
+        weight_shard: this rank's part of the weights: a slice of `weights`, or memory of its own.
+        master_shard: what the optimizer updates: `weight_shard` itself; or a float32 copy of it where the model
+            computes in 16 bits, in host memory where it is offloaded (all three exist once `allocate` has run).
         gradients: flat full gradients, or None while not open.
-        gradient_shard: what the optimizer reads (trained buckets only); a slice of `gradients`, or memory of its own.
+        gradient_shard: this rank's part of the summed gradient (trained buckets only); a slice of `gradients`, or
+            memory of its own; in the type of the masters.
         missing: positions of parameters whose gradient has not come in this micro-batch.
         lent: positions whose view was lent in this micro-batch.
         written: positions whose values in `gradients` are of this step (an open buffer: of this micro-batch).
@@ -61,16 +64,25 @@ class BucketMemory:
         shard_holds_sum: whether the shard has been written in this step.
         reductions: the reduction of this micro-batch while it is in flight.
         copies_sum: the step's sum of the gradient shard over copies of the model while it is in flight.
+        is_published: whether the weights are what the masters hold since this step's update.
     """
 
     def __init__(
-        self, bucket: Bucket, parameters: dict[str, nn.Parameter], policy: ShardingPolicy, index: int
+        self,
+        bucket: Bucket,
+        parameters: dict[str, nn.Parameter],
+        policy: ShardingPolicy,
+        index: int,
+        *,
+        host_copies: HostCopies | None = None,
     ) -> None:
-        first = parameters[bucket.parameters[0].name]
         self.bucket = bucket
         self.policy = policy
         self.index = index
-        self.dtype = first.dtype
+        self.dtype: torch.dtype = getattr(torch, bucket.parameters[0].dtype)
+        self.master_dtype = torch.float32 if bucket.has_master else self.dtype
+        self.host_copies = host_copies if bucket.trainable else None
+        self.host: HostShard | None = None
         self.parameters = [parameters[spec.name] for spec in bucket.parameters]
         self.owner_count = bucket.num_shards if policy.shards_optimizer else 1
         self.owner_index = index if policy.shards_optimizer else 0
@@ -86,6 +98,7 @@ class BucketMemory:
         self.reduced = False
         self.sums_in_shard = False
         self.shard_holds_sum = False
+        self.is_published = False
 
     @property
     def shard_slice(self) -> slice:
@@ -101,6 +114,11 @@ class BucketMemory:
         """Whether ranks own whole parameters, never a part of one."""
         return self.owner_count == 1 or self.policy.ownership == "whole"
 
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the optimizer updates other memory than the weights."""
+        return self.bucket.has_master or self.host_copies is not None
+
     def pieces(self) -> list[Piece]:
         """The parts of parameters that this rank updates."""
         return self.bucket.owned(self.owner_index, self.owner_count)
@@ -108,13 +126,14 @@ class BucketMemory:
     def allocate(self, device: torch.device, initialiser: Initialiser | None) -> None:
         """Move the parameters' values into flat memory and make the parameters views of it."""
         flat = torch.zeros(self.bucket.numel, dtype=self.dtype, device=device)
+        self._allocate_masters(device)
         views = self._views(flat)
-        for view, parameter, spec in zip(views, self.parameters, self.bucket.parameters, strict=True):
+        for parameter, spec in zip(self.parameters, self.bucket.parameters, strict=True):
             if not parameter.is_meta:
-                view.copy_(parameter.detach())
+                self._put(flat, spec, 0, parameter.detach().reshape(-1))
             else:
                 assert initialiser is not None, f"parameter {spec.name} is on the meta device, without values"
-                self._fill(flat, view, spec, initialiser)
+                self._fill(flat, spec, initialiser)
         self._bound: dict[int, list[Tensor]] = {}
         if self.transient:
             self.weight_shard = flat[self.shard_slice].clone()
@@ -122,30 +141,50 @@ class BucketMemory:
             self._without_memory = views
         else:
             self.weights, self.weight_shard = flat, flat[self.shard_slice]
+        if not self.has_own_master:
+            self.master_shard = self.weight_shard
         for view, parameter in zip(views, self.parameters, strict=True):
             give_memory(parameter, view)
         if self.bucket.trainable:
             self._allocate_gradients(device)
 
-    def _fill(self, flat: Tensor, view: Tensor, spec: ParameterSpec, initialiser: Initialiser) -> None:
-        """Draw a meta parameter's values: all of them, or where weights are sharded only this rank's piece."""
-        if not self.transient:
-            view.copy_(initialiser(spec.name, 0, spec.numel, self.dtype).view(spec.shape))
+    def _allocate_masters(self, device: torch.device) -> None:
+        """Memory for what the optimizer updates, where that is not the weights."""
+        numel = self.shard_slice.stop - self.shard_slice.start
+        if self.host_copies is not None:
+            self.host = HostShard(numel, self.master_dtype, self.host_copies)
+            self.master_shard = self.host.master
+        elif self.bucket.has_master:
+            self.master_shard = torch.zeros(numel, dtype=self.master_dtype, device=device)
+
+    def _put(self, flat: Tensor, spec: ParameterSpec, first: int, values: Tensor) -> None:
+        """Write `values` of the flat elements from `first` on into the weights, and our part into the master."""
+        offset = self.bucket.offsets[self.bucket.parameters.index(spec)]
+        flat[offset + first : offset + first + values.numel()].copy_(values)
+        if not self.has_own_master:
             return
-        shard = flat[self.shard_slice]
         for piece in self.pieces():
-            if piece.name == spec.name:
-                values = initialiser(spec.name, piece.start, piece.stop, self.dtype)
-                shard[piece.offset : piece.offset + values.numel()].copy_(values)
+            start, stop = max(piece.start, first), min(piece.stop, first + values.numel())
+            if piece.name == spec.name and start < stop:
+                where = piece.offset + start - piece.start
+                self.master_shard[where : where + stop - start].copy_(values[start - first : stop - first])
+
+    def _fill(self, flat: Tensor, spec: ParameterSpec, initialiser: Initialiser) -> None:
+        """Draw a meta parameter's values: all of them, or where weights are sharded only this rank's piece."""
+        spans = [(0, spec.numel)]
+        if self.transient:
+            spans = [(piece.start, piece.stop) for piece in self.pieces() if piece.name == spec.name]
+        for start, stop in spans:
+            self._put(flat, spec, start, initialiser(spec.name, start, stop, self.master_dtype).reshape(-1))
 
     def _allocate_gradients(self, device: torch.device) -> None:
         numel = self.bucket.numel
         if self.policy.shards_gradients and self.bucket.num_shards > 1:
             self.sums_in_shard = True
             shard_numel = self.bucket.shard_numel(self.owner_index)
-            self.gradient_shard = torch.zeros(shard_numel, dtype=self.dtype, device=device)
+            self.gradient_shard = torch.zeros(shard_numel, dtype=self.master_dtype, device=device)
             return
-        self.gradients = torch.zeros(numel, dtype=self.dtype, device=device)
+        self.gradients = torch.zeros(numel, dtype=self.master_dtype, device=device)
         self.gradient_views = self._views(self.gradients)
         self.gradient_shard = self.gradients[self.shard_slice]
 
@@ -202,13 +241,37 @@ class BucketMemory:
             return False
         return tensor.untyped_storage().data_ptr() == self.weights.untyped_storage().data_ptr()
 
+    def publish(self) -> None:
+        """Write what the optimizer updates into this rank's weights, once a step, where these are two memories."""
+        if self.has_own_master and not self.is_published:
+            self.weight_shard.copy_(self.master_shard, non_blocking=True)
+        self.is_published = True
+
     # Gradients.
+
+    @property
+    def update_gradient(self) -> Tensor:
+        """What the optimizer reads: the shard's gradient, or its copy in host memory."""
+        return self.gradient_shard if self.host is None else self.host.gradient
+
+    def start_fetch(self) -> None:
+        """The gradient of this step is complete: start its way to the optimizer, where that is in host memory."""
+        if self.host is not None and not self.host.is_fetched:
+            self.host.start_fetch(self.gradient_shard)
+
+    def finish_fetch(self) -> None:
+        """Return when the optimizer may read the gradient."""
+        if self.host is not None:
+            self.host.finish_fetch()
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
         self.written.clear()
         self.shard_holds_sum = False
         self.copies_sum = None
+        self.is_published = False
+        if self.host is not None:
+            self.host.is_fetched = False
 
     def start_microbatch(self) -> None:
         """Expect every gradient once more."""

@@ -7,25 +7,52 @@ to the root, which stays gathered from the first forward to the end of the backw
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from meshwright.layout.bucket import ParameterSpec
 
+# Their kernels want parameters in the type of their running statistics, which stay float32.
+_IN_MASTER_TYPE = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
-def parameter_specs(model: nn.Module) -> list[ParameterSpec]:
-    """Every distinct parameter as numbers, in order of registration; a tied one appears once."""
-    hidden = hidden_matrices(model)
-    return [
-        ParameterSpec(
-            name,
-            tuple(parameter.shape),
-            str(parameter.dtype).removeprefix("torch."),
-            parameter.element_size(),
-            parameter.requires_grad,
-            is_hidden=name in hidden,
+
+def parameters_in_master_type(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that stay in the type of their masters in a plan of 16 bits: of batch and instance normalisation."""
+    modules = [module for module in model.modules() if isinstance(module, _IN_MASTER_TYPE)]
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def parameter_specs(model: nn.Module, compute_dtype: torch.dtype | None = None) -> list[ParameterSpec]:
+    """Every distinct parameter as numbers, in order of registration; a tied one appears once.
+
+    Args:
+        model: its parameters have the type of their masters.
+        compute_dtype: of forward and backward where that is another; None: the parameters' own.
+    """
+    kept, hidden = parameters_in_master_type(model), hidden_matrices(model)
+    specs = []
+    for name, parameter in model.named_parameters():
+        dtype = parameter.dtype if compute_dtype is None or parameter in kept else compute_dtype
+        specs.append(
+            ParameterSpec(
+                name,
+                tuple(parameter.shape),
+                str(dtype).removeprefix("torch."),
+                dtype.itemsize,
+                parameter.requires_grad,
+                is_hidden=name in hidden,
+                has_master=parameter.requires_grad and dtype != parameter.dtype,
+            )
         )
-        for name, parameter in model.named_parameters()
-    ]
+    return specs
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from meshwright.presets import machine_of_device
+from meshwright.training.precision import COMPUTE_DTYPES
 from meshwright.training.tree import cast_batch, map_tensors
 
 _MEASURED_SIZE = 1024
@@ -108,7 +109,7 @@ def device_peak(device: torch.device, precision: str) -> Peak | None:
 
 def _measured_peak(precision: str) -> Peak:
     """Best rate of a square product on this process's threads."""
-    dtype = torch.float64 if precision == "fp64" else torch.float32
+    dtype = COMPUTE_DTYPES[precision]
     size = _MEASURED_SIZE
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     out, best, end = torch.empty_like(a), float("inf"), time.perf_counter() + _MEASURED_SECONDS

@@ -10,6 +10,7 @@ from meshwright.layout.plan import TrainPlan
 from meshwright.layout.policy import Ownership
 from meshwright.mesh import AXIS_CUTS
 from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.loss_scale import LossScale
 from meshwright.training.metrics import StepRecord
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 
@@ -61,6 +62,14 @@ def owners_line(units: Sequence[Unit]) -> str:
     return f"owners {num_owners} ranks own whole parameters; the largest owns {owner_imbalance(units):.3f} x the mean"
 
 
+def skipped_line(step: int, scale: LossScale) -> str:
+    """A step that was left out; `scale` is what follows it."""
+    return (
+        f"skip   step {step}: fp16 gradients overflowed, no update; loss scale {2 * scale.value:,g} → "
+        f"{scale.value:,g} ({scale.skipped} skipped so far)"
+    )
+
+
 def optimizer_key(spec: OptimizerSpec) -> str:
     """The row of accounting's table for this optimizer."""
     return "sgd momentum" if spec.name == "sgd" and spec.momentum else spec.name
@@ -70,12 +79,13 @@ def memory_line(
     engine: ShardingEngine, optimizer: ShardedOptimizer, plan: TrainPlan, spec: OptimizerSpec
 ) -> str:
     """Predicted / measured bytes of weights, gradients (open buffers included) and optimizer on this rank."""
-    predicted, held = (
-        memory_bytes(plan.policy, engine.units, index=engine.owners.index),
-        engine.storage_bytes(),
+    predicted = memory_bytes(
+        plan.policy, engine.units, index=engine.owners.index, offload=plan.offload == "optimizer"
     )
+    held = engine.storage_bytes()
     rows = {
         "weights": (predicted.weights + predicted.weight_shards, held["weights"] + held["weight_shards"]),
+        "masters": (predicted.masters, held["masters"]),
         "gradients": (
             predicted.gradients + predicted.gradient_shards + predicted.pool,
             held["gradients"] + held["gradient_shards"] + held["pool"],
@@ -87,7 +97,8 @@ def memory_line(
             optimizer.state_bytes(),
         ),
     }
-    parts = [f"{name} {a / _MIB:.2f} / {b / _MIB:.2f}" for name, (a, b) in rows.items()]
+    rows["in host memory"] = (predicted.host, held["host"])
+    parts = [f"{name} {a / _MIB:.2f} / {b / _MIB:.2f}" for name, (a, b) in rows.items() if a or b]
     return f"memory a rank, predicted / measured MiB: {' · '.join(parts)}"
 
 
@@ -97,7 +108,7 @@ def step_line(record: StepRecord, total: int | None) -> str:
         f"step={record.step}" + (f"/{total}" if total else ""),
         f"loss={record.loss:.4f}",
         f"lr={record.lr:.2e}",
-        f"gnorm={record.grad_norm:.3f}",
+        "skipped" if record.grad_norm is None else f"gnorm={record.grad_norm:.3f}",
         f"tok_s={record.tokens_per_second:,.0f}".replace(",", "_"),
         f"s={record.seconds:.3f}",
     ]

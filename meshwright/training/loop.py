@@ -35,6 +35,7 @@ from meshwright.training.device import choose_device
 from meshwright.training.facts import run_facts
 from meshwright.training.flops import Peak, device_peak
 from meshwright.training.learning_rate import LearningRate
+from meshwright.training.loss_scale import LossScale
 from meshwright.training.metrics import (
     Meter,
     MetricsWriter,
@@ -46,10 +47,11 @@ from meshwright.training.metrics import (
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.planning import plan_of
+from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
-from meshwright.training.step import StepResult, evaluate, train_step
-from meshwright.training.task import DTYPES, Task, check_same_model, make_task, model_numbers
+from meshwright.training.step import StepResult, evaluate, first_count, train_step
+from meshwright.training.task import Task, check_same_model, make_task, model_numbers
 from meshwright.training.tree import cast_batch
 
 
@@ -143,8 +145,12 @@ class Run:
             groups=self.mesh.data_groups(),
             device=self.device,
             initialiser=self.task.initialiser,
+            compute_dtype=COMPUTE_DTYPES[self.plan.precision],
+            offload=self.plan.offload == "optimizer",
         )
         kind, plan = self.config.train.dropout, self.plan
+        for text in warnings_of(plan, self.device):
+            self.console.line(text)
         for text in registry.warnings_of(
             self.task.model,
             dropout_kind=kind,
@@ -153,7 +159,8 @@ class Run:
         ):
             self.console.line(text)
         registry.install(self.task.model, engine, dropout_kind=kind)
-        return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards))
+        scale = LossScale() if plan.precision == "fp16" else None
+        return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards), loss_scale=scale)
 
     def _use_geometry(self, geometry: BatchGeometry) -> None:
         """Samples and dropout masks by where the global batch of a step begins in the stream."""
@@ -211,6 +218,13 @@ class Run:
         self.checkpoints.start()
         writer = self._make_writer() if self.is_first else None
         self.task.model.train()
+        if self.state.loss_scale is not None and not self.state.tokens:
+            self.state.expected_count = first_count(
+                self.state.engine,
+                self._micro_batch(0, 0),
+                loss=self.task.loss,
+                num_microbatches=self.plan.num_microbatches,
+            )
         started = time.perf_counter()
         try:
             last = self.total_steps is not None and self.state.step >= self.total_steps
@@ -255,13 +269,16 @@ class Run:
             lr=self.learning_rate.at(step),
             clip_norm=self.config.train.clip_norm,
         )
-        if not result.applied:
+        if result.overflowed:
+            assert self.state.loss_scale is not None, "a gradient overflows under a loss scale only"
+            self.console.line(header.skipped_line(step, self.state.loss_scale))
+        elif not result.applied:
             raise self._not_finite(step)
         return result, time.perf_counter() - start
 
     def _micro_batch(self, step: int, microbatch: int) -> Any:
         batch = self.batches.micro_batch(step, microbatch)
-        return cast_batch(batch, DTYPES[self.plan.precision], self.device)
+        return cast_batch(batch, MASTER_DTYPES[self.plan.precision], self.device)
 
     def _not_finite(self, step: int) -> NumericsError:
         return explain_not_finite(self.state.engine, self._replayed(step), loss=self.task.loss, step=step)
@@ -295,7 +312,7 @@ class Run:
             dp_size=self.group.size,
             dp_rank=self.group.index,
         )
-        dtype = DTYPES[self.plan.precision]
+        dtype = MASTER_DTYPES[self.plan.precision]
         moved = (cast_batch(batch, dtype, self.device) for batch in batches)
         return evaluate(self.state.engine, moved, loss=self.task.loss)
 
@@ -347,7 +364,7 @@ class Run:
         return StepRecord(
             step=self.state.step,
             loss=result.loss,
-            grad_norm=result.grad_norm,
+            grad_norm=None if result.overflowed else result.grad_norm,
             lr=self.learning_rate.at(self.state.step - 1),
             tokens=self.state.tokens,
             seconds=seconds,
@@ -356,6 +373,7 @@ class Run:
             hfu=self.meter.utilisation(seconds),
             eval_loss=eval_loss,
             save_stall_seconds=stall,
+            loss_scale=None if self.state.loss_scale is None else self.state.loss_scale.value,
         )
 
     def _record(self, record: StepRecord, writer: MetricsWriter | None, *, last: bool) -> None:

@@ -28,7 +28,7 @@ class StepRecord:
     Attributes:
         step: counted from 1.
         loss: mean over everything the loss counted.
-        grad_norm: before clipping.
+        grad_norm: before clipping; None where the step was skipped because fp16 gradients overflowed.
         lr: learning rate of the step.
         tokens: counted elements since the start of the run.
         seconds: wall time of the step on rank 0.
@@ -37,11 +37,12 @@ class StepRecord:
         hfu: executed FLOPs (recomputation included) / peak; None where the peak is unknown.
         eval_loss: held-out loss after this step; None where none was computed.
         save_stall_seconds: for which a checkpoint after this step stopped training; None where none was begun.
+        loss_scale: of the next step (fp16); None in other precisions.
     """
 
     step: int
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     lr: float
     tokens: int
     seconds: float
@@ -50,6 +51,7 @@ class StepRecord:
     hfu: float | None
     eval_loss: float | None = None
     save_stall_seconds: float | None = None
+    loss_scale: float | None = None
 
 
 class Meter:
@@ -107,15 +109,12 @@ class MetricsWriter:
     def step(self, record: StepRecord) -> None:
         """Write one step."""
         print(json.dumps(asdict(record)), file=self._file)
-        self._scalars({"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}, record.step)
-        self._scalars({"tokens_per_second": record.tokens_per_second}, record.step)
-        if record.eval_loss is not None:
-            self._scalars({"eval_loss": record.eval_loss}, record.step)
-
-    def _scalars(self, values: dict[str, float], step: int) -> None:
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+        if self._board is None:
+            return
+        for name in ("loss", "grad_norm", "lr", "tokens_per_second", "eval_loss", "loss_scale"):
+            value = getattr(record, name)
+            if value is not None:
+                self._board.add_scalar(name, value, record.step)
 
     def close(self) -> None:
         """Flush and close."""

@@ -7,7 +7,7 @@ no communication inside it. Weight decay applies to matrices and not to vectors 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -71,15 +71,35 @@ class ShardedOptimizer:
         ]
         self.torch_optimizer = make_optimizer(spec, groups) if groups else None
 
-    def step(self, *, lr: float, used: Set[str]) -> None:
-        """Update every piece of the parameters named in `used` from its gradient."""
+    def step(
+        self, *, lr: float, used: Set[str], parts: Iterable[Sequence[ShardParameter]] | None = None
+    ) -> None:
+        """Update every piece of the parameters named in `used` from its gradient.
+
+        Args:
+            lr: learning rate.
+            used: names.
+            parts: the pieces in the order in which they can be updated; None: all at once.
+        """
         if self.torch_optimizer is None:
             return
-        for shard in self.shards:
-            shard.parameter.grad = shard.gradient if shard.name in used else None
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
-        self.torch_optimizer.step()
+        num_shown = 0
+        for part in [self.shards] if parts is None else parts:
+            self._show_gradients(part, used)
+            self.torch_optimizer.step()
+            num_shown = len(part)
+        if num_shown < len(self.shards):
+            self._show_gradients(self.shards, used)
+
+    def _show_gradients(self, shards: Sequence[ShardParameter], used: Set[str]) -> None:
+        """Let torch see gradients of `shards` only: it leaves out what has none."""
+        if len(shards) < len(self.shards):
+            for shard in self.shards:
+                shard.parameter.grad = None
+        for shard in shards:
+            shard.parameter.grad = shard.gradient if shard.name in used else None
 
     def state_of(self, shard: ShardParameter) -> dict[str, torch.Tensor]:
         """State of one piece by slot: as large as the piece, or one number (0-dim) for the whole parameter.

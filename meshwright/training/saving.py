@@ -177,7 +177,7 @@ def load_items(state: TrainState, reader: CheckpointReader) -> None:
         for owned in (*_sharded(engine), *_replicated(engine)):
             _fill(owned.values, reader, reader.model_tensor(owned.name), owned.start)
         count = sum(_load_state(state, shard, reader) for shard in engine.shards)
-        engine.finish_step()
+        engine.publish_masters()
     numbers = torch.tensor([float(count)], dtype=torch.float64, device=engine.device)
     ops.all_reduce(numbers, engine.group, cause="count optimizer state").wait()
     stored = sum(
@@ -189,13 +189,16 @@ def load_items(state: TrainState, reader: CheckpointReader) -> None:
 
 def state_numbers(state: TrainState) -> dict[str, float]:
     """Numbers of the state beside step and tokens, for the manifest."""
-    return {"expected_count": state.expected_count}
+    scale = {} if state.loss_scale is None else state.loss_scale.to_numbers()
+    return {"expected_count": state.expected_count, **scale}
 
 
 def load_numbers(state: TrainState, run: RunFacts) -> None:
     """Put back step, tokens and the numbers of `state_numbers` that the checkpoint has."""
     state.step, state.tokens = run.step, run.tokens
     state.expected_count = run.state.get("expected_count", state.expected_count)
+    if state.loss_scale is not None:
+        state.loss_scale = state.loss_scale.with_numbers(run.state)
 
 
 def _check_optimizer(state: TrainState, reader: CheckpointReader) -> None:

@@ -66,7 +66,6 @@ _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "cp_kind": (None,),
         "ep": (1,),
         "recompute": ("none",),
-        "precision": ("fp32", "fp64"),
         "transport": ("auto", "gloo", "nccl"),
         "sync": ("native",),
         "servers": (None,),
@@ -364,6 +363,8 @@ class PlanConfig(Section):
     """Samples of one forward on one rank; the rest of the batch is accumulated. Unset: all at once."""
     recompute: str | dict[str, str] = "none"
     """Activations computed anew: none, full, selective, every:k, constant, offload, budget:BYTES."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What lives in host memory: nothing, or the optimizer's state and the float32 weights it updates."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """Number format of weights and activations."""
     transport: Literal["auto", "gloo", "shm", "nccl"] = "auto"

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import ShardedOptimizer
 
 
@@ -25,6 +26,7 @@ class TrainState:
         tokens: counted elements of the loss so far (valid tokens for a language model).
         expected_count: global count of the newest step, by which the next backward is divided beforehand; where
             the count stays, gradients come out normalised and the pass that divides them is saved.
+        loss_scale: what fp16 multiplies the loss by; None in every other precision.
         randomness: (step, micro-step) -> what is entered around its forward and backward; the default leaves
             random numbers to torch.
     """
@@ -34,4 +36,10 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     expected_count: float = 1.0
+    loss_scale: LossScale | None = None
     randomness: Callable[[int, int], AbstractContextManager[None]] = _native
+
+    @property
+    def divisor(self) -> float:
+        """What a loss sum is divided by before backward: the expected count, less the loss scale."""
+        return self.expected_count / (1.0 if self.loss_scale is None else self.loss_scale.value)

@@ -42,6 +42,7 @@ class StepResult:
         grad_norm: norm of the normalised gradient over all logical parameters, before clipping.
         applied: False when the loss or the norm was not finite and the update was left out.
         scale: factor by which the accumulated gradient was multiplied: clip coefficient x expected / global count.
+        overflowed: whether it was left out because gradients overflowed under a loss scale, which is lower now.
     """
 
     loss: float
@@ -49,6 +50,7 @@ class StepResult:
     grad_norm: float
     applied: bool
     scale: float
+    overflowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Agreed:
         loss_sum: sum of the loss over all micro-steps and ranks.
         count: of what was summed, the same way.
         norm: of the normalised gradient over all logical parameters, before clipping.
-        correction: what the accumulated gradient must be multiplied by to be normalised: expected / global count.
+        correction: what the accumulated gradient must be multiplied by to be normalised: expected / global count, and
+            by the loss scale where there is one.
         used: parameters that got a gradient on some rank.
     """
 
@@ -79,6 +82,11 @@ class Agreed:
         """Whether loss and norm are numbers, so that the update may be made."""
         return math.isfinite(self.loss_sum) and math.isfinite(self.norm)
 
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether the gradient is not finite and the loss is: what a lower loss scale may cure."""
+        return math.isfinite(self.loss_sum) and not math.isfinite(self.norm)
+
     def scale(self, clip_norm: float | None) -> float:
         """The one factor that normalises the gradient and clips its norm; 0 where it is not finite."""
         return clip_coefficient(self.norm, clip_norm) * self.correction if self.is_finite else 0.0
@@ -95,6 +103,9 @@ def train_step(
 ) -> StepResult:
     """Run one optimizer step.
 
+    With a loss scale, a step whose gradient overflows is left out and lowers the scale; the next step takes the next
+    samples and the next learning rate.
+
     Args:
         state: what the step changes; `state.step` grows by one.
         micro_batch: micro-step number -> this rank's part of that micro-batch.
@@ -104,7 +115,7 @@ def train_step(
         clip_norm: limit of the global gradient norm, or None.
 
     Raises:
-        NumericsError: E602 when the loss counted nothing on any rank.
+        NumericsError: E602 when the loss counted nothing on any rank, E603 when too many steps overflowed in a row.
         WorkerError: E404 when ranks issued different collectives.
     """
     agreed = accumulate(state, micro_batch, loss=loss, num_microbatches=num_microbatches)
@@ -112,10 +123,11 @@ def train_step(
     if agreed.is_finite:
         state.engine.group.log.progress("optimizer")
         state.engine.scale_gradients(scale)
-        state.optimizer.step(lr=lr, used=agreed.used)
+        state.optimizer.step(lr=lr, used=agreed.used, parts=state.engine.updating())
         state.engine.finish_step()
+    overflowed = state.loss_scale is not None and agreed.has_overflowed
     advance(state, agreed)
-    return StepResult(agreed.loss, int(agreed.count), agreed.norm, agreed.is_finite, scale)
+    return StepResult(agreed.loss, int(agreed.count), agreed.norm, agreed.is_finite, scale, overflowed)
 
 
 # The pieces of a step, which a user's own loop calls one by one.
@@ -136,7 +148,7 @@ def accumulate(
             total, count = loss(state.engine.model, batch)
             with backward_phase(state.engine):
                 if total.requires_grad:
-                    (total / state.expected_count).backward()
+                    (total / state.divisor).backward()
         tally += torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
     return agree(state, tally)
 
@@ -181,14 +193,21 @@ def agree(state: TrainState, tally: Tensor) -> Agreed:
             f"step {state.step}: the loss counted {count:g} elements over all ranks; every label is "
             f"ignored. Leave such batches out, or check the labels.",
         )
-    correction = state.expected_count / count
+    correction = state.divisor / count
     norm = math.sqrt(norm_squared) * correction
     used = frozenset(name for name, uses in zip(engine.parameter_names, mask, strict=True) if uses)
     return Agreed(loss_sum, count, norm, correction, used)
 
 
 def advance(state: TrainState, agreed: Agreed) -> None:
-    """Count a step that is over, whether or not it was applied."""
+    """Count a step that is over, whether or not it was applied, and move the loss scale.
+
+    Raises:
+        NumericsError: E603 when too many steps overflowed in a row.
+    """
+    if state.loss_scale is not None and math.isfinite(agreed.loss_sum):
+        state.loss_scale = state.loss_scale.after(overflowed=agreed.has_overflowed)
+        state.loss_scale.check(state.step)
     state.step += 1
     state.tokens += int(agreed.count)
     state.expected_count = agreed.count
@@ -207,6 +226,20 @@ def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss) -> float:
     ops.all_reduce(on_device, engine.group, cause="evaluation loss").wait()
     total, count = on_device.tolist()
     return total / count if count else math.nan
+
+
+def first_count(engine: ShardingEngine, batch: Any, *, loss: Loss, num_microbatches: int) -> float:
+    """What the loss counts, over all ranks, in a step of micro-batches like `batch`: the first `expected_count`.
+
+    With a loss scale the first backward must be about normalised, or it overflows. Every rank must call.
+    """
+    engine.model.eval()
+    with engine.evaluation():
+        _, count = loss(engine.model, batch)
+    engine.model.train()
+    total = torch.tensor([float(count)], dtype=torch.float64, device=engine.device)
+    ops.all_reduce(total, engine.group, cause="first count").wait()
+    return max(1.0, float(total)) * num_microbatches
 
 
 def _check_same_calls(group: Group, digest_sum: int, digest_square_sum: int) -> None:

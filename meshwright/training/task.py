@@ -35,10 +35,10 @@ from meshwright.training.flops import FlopsPerSample, count_flops, count_flops_w
 from meshwright.training.hf import HfBuild
 from meshwright.training.initialise import materialise_buffers, reset_initialiser
 from meshwright.training.normaliser import sum_and_count
+from meshwright.training.precision import check_runs, to_master
 from meshwright.training.step import Loss
 
 _NUM_PROBES = 32
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class Task:
 
 
 def make_task(config: RunConfig) -> Task:
-    """The task that `config` describes, with parameters of the plan's precision.
+    """The task that `config` describes, with parameters in the type of their masters.
 
     Raises:
         ConfigError: E104, E106 (preset), E120, E121, E106 (hf), E105, E108, E103 (data), E111, E112 (a user's module).
+        PlanError: E210 for a user's module that cannot have the plan's precision.
     """
-    dtype = DTYPES[config.plan.precision]
     kind, _, rest = config.model.source.partition(":")
     make = {"preset": _preset_task, "hf": _hf_task, "py": _user_task}[kind]
     task = make(config, rest)
-    task.model.to(dtype)
+    to_master(task.model, config.plan.precision)
     return task
 
 
@@ -154,7 +154,7 @@ def _hf_task(config: RunConfig, place: str) -> Task:
             f"Set data.seq_len <= {positions}, or model.max_seq_len={config.data.seq_len}.",
         )
     train, heldout = _datasets(config, source.size("vocab_size"))
-    model = build.skeleton().to(DTYPES[config.plan.precision])
+    model = to_master(build.skeleton(), config.plan.precision)
     loss = HF_LOSSES[source.task]
     extents = {"layer": source.size("num_layers"), "channel": source.size("dim")}
     if source.task in ("causal_lm", "masked_lm"):
@@ -189,13 +189,14 @@ def _user_task(config: RunConfig, place: str) -> Task:
     # Spread over the dataset: the first samples may not be like the others (sorted labels, no padding).
     indices = {i * len(dataset) // _NUM_PROBES for i in range(_NUM_PROBES)}
     probe = [dataset[i] for i in sorted(indices)]
-    model.to(DTYPES[config.plan.precision])
+    to_master(model, config.plan.precision)
     materialise_buffers(model, config.train.seed)
     initialiser = reset_initialiser(model, config.train.seed)
     if any(parameter.is_meta for parameter in model.parameters()):
         loss, flops = _declared_pair(loss, place), FlopsPerSample(0.0, 0.0)
     else:
         loss, flops = sum_and_count(model, loss, probe), count_flops(model, loss, probe[:1])
+        check_runs(model, loss, probe[:2], precision=config.plan.precision)
     return Task(
         name=f"py:{place}",
         model=model,

@@ -29,11 +29,13 @@ from meshwright.layout.accounting import copies_calls, declared_calls
 from meshwright.layout.uses import calls_of_uses
 from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.clip import clip_coefficient
+from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
-from meshwright.training.step import StepResult, train_step
-from meshwright.training.task import DTYPES, Task, check_same_model
+from meshwright.training.step import StepResult, first_count, train_step
+from meshwright.training.task import Task, check_same_model
 from meshwright.training.tree import cast_batch
 from meshwright.verification.job import RankReport, Reference, Samples, VerifyJob
 from meshwright.verification.observe import ModuleObserver
@@ -79,6 +81,8 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups) -> CandidateRank:
         groups=groups,
         device=torch.device("cpu"),
         initialiser=task.initialiser,
+        compute_dtype=COMPUTE_DTYPES[plan.precision],
+        offload=plan.offload == "optimizer",
     )
     kind = job.config.train.dropout
     registry.install(task.model, engine, dropout_kind=kind)
@@ -147,6 +151,15 @@ class _Candidate:
 
     def run(self) -> RankReport:
         """Train all steps, or up to one that is not finite."""
+        if self._reference.loss_scale is not None:
+            state = self._rank.state
+            state.loss_scale = LossScale(self._reference.loss_scale)
+            state.expected_count = first_count(
+                state.engine,
+                self._micro_batch(1, 0),
+                loss=self._rank.loss,
+                num_microbatches=self._rank.num_microbatches,
+            )
         self._compare_parameters(0)
         for step in range(1, self._job.steps + 1):
             result = self._step(step)
@@ -194,7 +207,7 @@ class _Candidate:
         self._data.take()
         batch = self._rank.batches.micro_batch(step - 1, microbatch)
         self._samples[step, microbatch] = self._data.take()
-        return cast_batch(batch, DTYPES[self._job.plan.precision])
+        return cast_batch(batch, MASTER_DTYPES[self._job.plan.precision])
 
     def _observed_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         with self._observer.forward(self._compare_activation):
@@ -252,7 +265,7 @@ class _Candidate:
                 yield (
                     piece.name,
                     piece.start,
-                    memory.weight_shard[piece.offset : piece.offset + piece.stop - piece.start],
+                    memory.master_shard[piece.offset : piece.offset + piece.stop - piece.start],
                 )
         for name, parameter in self._names.items():
             if parameter not in bucketed:

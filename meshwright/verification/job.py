@@ -82,6 +82,7 @@ class Reference:
         uncompared: names of module outputs in which samples have no rows of their own.
         asks_for_float32: whether the model does so in a float64 run; then both runs give it float64.
         peak_memory_bytes: of the process.
+        loss_scale: of fp16, low enough that no step overflows; None in other precisions.
     """
 
     recorded: tuple[Recorded, ...]
@@ -95,6 +96,7 @@ class Reference:
     uncompared: tuple[str, ...]
     asks_for_float32: bool
     peak_memory_bytes: int
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ that clipping acts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from meshwright.data.order import sample_ids
 from meshwright.errors import NumericsError
 from meshwright.training.sections import OptimizerConfig
 from meshwright.verification.job import Uses, VerifyJob
+from meshwright.verification.masters import Masters
 from meshwright.verification.observe import ModuleObserver, Rows
 from meshwright.verification.subject import batch_of, make_subject, materialise
 from meshwright.verification.tensors import Key
@@ -93,7 +94,8 @@ class Stream:
 class PlainRun:
     """One training on this process; `put` gets its tensors, `order` says in which order samples run.
 
-    `scope` is entered around every forward and backward.
+    `scope` is entered around every forward and backward; `scale` multiplies the loss sum before backward, and is
+    divided out of gradients.
     """
 
     def __init__(
@@ -104,21 +106,24 @@ class PlainRun:
         order: Order,
         rows: dict[str, Rows],
         scope: Callable[[], AbstractContextManager[None]] = nullcontext,
+        scale: float = 1.0,
     ) -> None:
         self._job = job
         self._scope = scope
         self._put = put
         self._order = order
         self._rows = rows
+        self._scale = scale
         task = make_subject(job)
         self._loss, self._data = task.loss, task.train_data
         self._stream = Stream(job, len(task.train_data))
         self._model = materialise(task).train()
+        self._masters = Masters(self._model, job.plan.precision)
         self._observer = ModuleObserver(self._model)
         self._uses = UseObserver(self._model)
         # Over one rank this is torch's own, but for running statistics: recomputation does not move them again.
         batch_norm.install(self._model, Group("dp", (0,), 0, None, CommLog()))
-        self._optimizer = plain_optimizer(self._model, job.config.train.optimizer)
+        self._optimizer = plain_optimizer(self._masters.parameters.values(), job.config.train.optimizer)
         self.clip_norm = job.config.train.clip_norm
         self.losses: list[float] = []
         self.uncompared: set[str] = set()
@@ -132,7 +137,7 @@ class PlainRun:
         """All steps. `clip_norm` is the limit; None chooses it (see [Note: clip])."""
         chooses = clip_norm is None and self.clip_norm is not None
         self.clip_norm = self.clip_norm if chooses else clip_norm
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._masters.parameters.items():
             self._tensor("parameters", 0, name, parameter, order=0)
         for step in range(self._job.steps):
             self._optimizer.zero_grad(set_to_none=True)
@@ -144,6 +149,12 @@ class PlainRun:
                     f"process; there is nothing to compare with. Look at the data and the learning rate.",
                 )
             norm = self._normalise(step, count)
+            if not math.isfinite(norm):
+                raise NumericsError(
+                    "E601",
+                    f"the reference's gradient of step {step + 1} is not finite on one process (loss "
+                    f"{loss_sum / count:g}); there is nothing to compare with. Look at the data and the learning rate.",
+                )
             if chooses and step == 0 and norm > 0:
                 assert self.clip_norm is not None, "a limit is lowered only where there is one"
                 self.clip_norm = min(self.clip_norm, norm / 2)
@@ -152,6 +163,7 @@ class PlainRun:
             self.losses.append(loss_sum / count)
             self._clip(norm)
             self._optimizer.step()
+            self._masters.publish()
             self._put_state(step + 1)
 
     def _accumulate(self, step: int) -> tuple[float, float]:
@@ -167,7 +179,8 @@ class PlainRun:
                     with self._observer.forward(sink):
                         part, part_count = self._loss(self._model, batch)
                     if part.requires_grad:
-                        part.backward()
+                        (part if self._scale == 1.0 else part * self._scale).backward()
+                        self._masters.collect()
                 loss_sum, count = loss_sum + float(part.detach()), count + float(part_count)
         return loss_sum, count
 
@@ -206,12 +219,12 @@ class PlainRun:
         return sink
 
     def _normalise(self, step: int, count: float) -> float:
-        """Divide gradients by the count, hand them on, and return their norm."""
+        """Divide gradients by the count (and by the loss scale), hand them on, and return their norm."""
         square, last = 0.0, len(self._observer.order)
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._masters.parameters.items():
             if parameter.grad is None:
                 continue
-            parameter.grad.div_(count)
+            parameter.grad.div_(count * self._scale)
             square += float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
             self._tensor(
                 "gradients", step + 1, name, parameter.grad, order=last - self._place(name)
@@ -222,13 +235,13 @@ class PlainRun:
         if self.clip_norm is None:
             return
         factor = min(1.0, self.clip_norm / (norm + _CLIP_EPSILON))
-        for parameter in self._model.parameters():
+        for parameter in self._masters.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def _put_state(self, step: int) -> None:
         """Parameters and buffers after each step, optimizer state after the last."""
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._masters.parameters.items():
             place = self._place(name)
             self._tensor("parameters", step, name, parameter, order=place)
             state = self._optimizer.state.get(parameter, {}) if step == self._job.steps else {}
@@ -255,9 +268,9 @@ def _backwards(tensor: Tensor, rows: Rows, num_samples: int) -> Tensor:
     return apart.flip(rows.dim).flatten(rows.dim, rows.dim + 1)
 
 
-def plain_optimizer(model: nn.Module, chosen: OptimizerConfig) -> torch.optim.Optimizer:
+def plain_optimizer(parameters: Iterable[nn.Parameter], chosen: OptimizerConfig) -> torch.optim.Optimizer:
     """torch's optimizer, parameter by parameter; matrices decay and vectors do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": chosen.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},

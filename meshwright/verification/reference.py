@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from meshwright.adapt.batch_norm import find_batch_norms
 from meshwright.adapt.float64 import asks_for_float32, float64_throughout
+from meshwright.training.precision import cast_parameters
 from meshwright.verification.job import Reference, Samples, Uses, VerifyJob
+from meshwright.verification.masters import finite_scale
 from meshwright.verification.observe import Rows, probe_rows
 from meshwright.verification.plain import (
     Order,
@@ -43,9 +45,14 @@ from meshwright.verification.tensors import NEGLIGIBLE, Key, Noise, Recorded, To
 
 _CHECKS = ("loss", "activations", "grad_norm", "gradients", "parameters", "optimizer", "buffers")
 # More than any rounding: halves of a micro-step that differ so much from the whole are not the same computation.
-_MIXES_SAMPLES = {"fp64": 1e-7, "fp32": 1e-2}
+_MIXES_SAMPLES = {"fp64": 1e-7, "fp32": 1e-2, "bf16": 0.3, "fp16": 0.1}
 # Where no order can be compared with another: a few rounding errors of a sum of hundreds.
-_UNKNOWN_NOISE = {"fp64": Noise(), "fp32": Noise(norm=4e-6, element=4e-5, module=4e-6)}
+_UNKNOWN_NOISE = {
+    "fp64": Noise(),
+    "fp32": Noise(norm=4e-6, element=4e-5, module=4e-6),
+    "bf16": Noise(norm=1e-2, element=1e-1, module=1e-2),
+    "fp16": Noise(norm=2e-3, element=2e-2, module=2e-3),
+}
 
 
 def run_reference(job: VerifyJob, path: Path) -> Reference:
@@ -74,6 +81,7 @@ def run_reference(job: VerifyJob, path: Path) -> Reference:
         num_samples=subject.num_samples,
         ties=subject.ties,
         uses=outcome.uses,
+        loss_scale=subject.loss_scale,
         clip_norm=outcome.clip_norm,
         uncompared=outcome.uncompared,
         asks_for_float32=subject.asks_for_float32,
@@ -93,6 +101,8 @@ class Subject:
         samples: see `Reference`.
         num_samples: see `Reference`.
         ties: see `Reference`.
+        loss_scale: of fp16, else None.
+        first_count: what the loss counts in a step like the first micro-step.
     """
 
     rows: dict[str, Rows]
@@ -102,6 +112,13 @@ class Subject:
     samples: dict[tuple[int, int], Samples]
     num_samples: int
     ties: tuple[tuple[str, ...], ...]
+    loss_scale: float | None
+    first_count: float
+
+    @property
+    def factor(self) -> float:
+        """What the loss sum is multiplied by before backward."""
+        return 1.0 if self.loss_scale is None else self.loss_scale / self.first_count
 
     def scope(self) -> AbstractContextManager[None]:
         """Around every forward and backward."""
@@ -126,7 +143,9 @@ def _record(job: VerifyJob, path: Path, subject: Subject) -> tuple[tuple[Recorde
             assert start == 0, f"{key} is recorded whole"
             recorder.add(key, tensor, order=order, batch_dim=rows.dim, rows_per_sample=rows.per_sample)
 
-        run = PlainRun(job, put=record, order=as_given, rows=subject.rows, scope=subject.scope)
+        run = PlainRun(
+            job, put=record, order=as_given, rows=subject.rows, scope=subject.scope, scale=subject.factor
+        )
         run.train()
         outcome = _Outcome(tuple(run.losses), run.clip_norm, run.uses, tuple(sorted(run.uncompared)))
         return recorder.finish(), outcome
@@ -162,6 +181,11 @@ def _inspect(job: VerifyJob) -> Subject:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
     ties = tuple(tuple(names) for names in groups.values() if len(names) > 1)
+    loss_scale, count = None, 1.0
+    if job.plan.precision == "fp16":
+        count = job.plan.num_microbatches * max(1.0, float(task.loss(model, whole)[1]))
+        cast_parameters(model, "fp16")
+        loss_scale = finite_scale(model, task.loss, whole, count=count)
     return Subject(
         rows=rows,
         is_random=is_random,
@@ -170,6 +194,8 @@ def _inspect(job: VerifyJob) -> Subject:
         samples=samples,
         num_samples=len(task.train_data),
         ties=ties,
+        loss_scale=loss_scale,
+        first_count=count,
     )
 
 
@@ -203,7 +229,9 @@ def measure_noise(
             if comparer.knows(key) is not None:
                 comparer.compare(key, tensor, start=start)
 
-        run = PlainRun(job, put=measure, order=order, rows=subject.rows, scope=subject.scope)
+        run = PlainRun(
+            job, put=measure, order=order, rows=subject.rows, scope=subject.scope, scale=subject.factor
+        )
         run.train(clip_norm)
         gc.collect()
         noise = {check: _noise_of(check, comparer, precision=job.plan.precision) for check in _CHECKS}

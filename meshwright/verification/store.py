@@ -46,6 +46,7 @@ class Recorder:
         """Write `tensor`, any shape, whole."""
         check, step, microbatch, name = key
         values = _real(tensor).cpu().contiguous()
+        values = values.float() if values.dtype == torch.bfloat16 else values  # numpy has no bfloat16
         offset = self._file.tell()
         array = values.numpy()
         array.tofile(self._file)

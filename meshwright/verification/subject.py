@@ -18,19 +18,21 @@ from torch.utils.data import default_collate
 
 from meshwright.data.batches import MapStyle
 from meshwright.errors import ConfigError
+from meshwright.layout.plan import Precision
 from meshwright.sharding.memory import give_memory
 from meshwright.training.determinism import prepare
 from meshwright.training.flops import FlopsPerSample
 from meshwright.training.initialise import call_build, first_values
 from meshwright.training.normaliser import sum_and_count
+from meshwright.training.precision import MASTER_DTYPES, check_runs, to_master
 from meshwright.training.step import Loss
-from meshwright.training.task import DTYPES, Task, make_task
+from meshwright.training.task import Task, make_task
 from meshwright.training.tree import cast_batch, map_tensors
 from meshwright.verification.job import Functions, Samples, VerifyJob
 
 # Samples on which a bare scalar loss must be a mean.
 _PROBE_SAMPLES = 8
-_SAME_LOSS = {"fp64": 1e-12, "fp32": 1e-5}
+_SAME_LOSS = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 class WatchedData:
@@ -79,19 +81,20 @@ def make_subject(job: VerifyJob) -> Task:
     return _task_of(job.functions, seed=job.config.train.seed, precision=job.plan.precision)
 
 
-def _task_of(functions: Functions, *, seed: int, precision: str) -> Task:
+def _task_of(functions: Functions, *, seed: int, precision: Precision) -> Task:
     model, data = call_build(functions.build), functions.data
     if not isinstance(model, nn.Module):
         raise ConfigError("E111", f"build() must return an nn.Module; it returned {type(model).__name__}")
     if not len(data):
         raise ConfigError("E105", "data has 0 samples; at least 1 is needed")
-    model.to(DTYPES[precision])
+    to_master(model, precision)
     initialiser = first_values(functions.build, model, seed)
     if any(parameter.is_meta for parameter in model.parameters()):
         loss = _pair_only(functions.loss)
     else:
         probe = [data[index] for index in range(min(_PROBE_SAMPLES, len(data)))]
         loss = sum_and_count(model, functions.loss, probe)
+        check_runs(model, loss, probe[:2], precision=precision)
     return Task(
         name=type(model).__name__,
         model=model,
@@ -158,7 +161,10 @@ def check_same_loss(model: nn.Module, loss: Loss, batch: Any, *, job: VerifyJob)
     values = [loss_of_copy(model, loss, batch, seed=seed) for _ in range(2)]
     (first, first_count), (second, second_count) = values
     scale = max(abs(first), abs(second))
-    if first_count == second_count and abs(first - second) <= _SAME_LOSS[job.plan.precision] * scale:
+    if (
+        first_count == second_count
+        and abs(first - second) <= _SAME_LOSS[MASTER_DTYPES[job.plan.precision]] * scale
+    ):
         return
     raise ConfigError(
         "E802",
@@ -183,15 +189,15 @@ def loss_of_copy(model: nn.Module, loss: Loss, batch: Any, *, seed: int) -> tupl
 
 
 def batch_of(data: MapStyle, ids: list[int], *, precision: str) -> Any:
-    """These samples, collated and in the plan's element type."""
-    return cast_batch(default_collate([data[index] for index in ids]), DTYPES[precision])
+    """These samples, collated, in the element type of the plan's masters."""
+    return cast_batch(default_collate([data[index] for index in ids]), MASTER_DTYPES[precision])
 
 
 def tensor_digest(tensor: Tensor) -> int:
     """Checksum of the bytes of a tensor."""
     values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     values = torch.view_as_real(values) if values.is_complex() else values
-    return zlib.crc32(values.reshape(-1).numpy().data) if values.numel() else 0
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data) if values.numel() else 0
 
 
 def peak_memory() -> int:

@@ -20,14 +20,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 NOISE_FACTOR = 8.0
-EPS: Mapping[str, float] = MappingProxyType({"fp64": 2.0**-52, "fp32": 2.0**-23})
+EPS: Mapping[str, float] = MappingProxyType(
+    {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+)
 # Smallest limits: of the norm rule, and of the element rule relative to the tensor's own largest magnitude.
-_NORM_LIMIT: Mapping[str, float] = MappingProxyType({"fp64": 1e-12, "fp32": 1e-6})
-_ELEMENT_LIMIT: Mapping[str, float] = MappingProxyType({"fp64": 1e-9, "fp32": 1e-6})
+_NORM_LIMIT: Mapping[str, float] = MappingProxyType({"fp64": 1e-12, "fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4})
+_ELEMENT_LIMIT: Mapping[str, float] = MappingProxyType(
+    {"fp64": 1e-9, "fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}
+)
 # Rounding of a few dozen additions, relative to the largest magnitude of the module.
 _MODULE_EPS = 64.0
 # Largest magnitudes below this part of the module's are nothing but rounding, when noise is measured.
-NEGLIGIBLE: Mapping[str, float] = MappingProxyType({"fp64": 1e-6, "fp32": 1e-2})
+NEGLIGIBLE: Mapping[str, float] = MappingProxyType({"fp64": 1e-6, "fp32": 1e-2, "bf16": 0.1, "fp16": 0.1})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from meshwright.comm.ops import DataGroups
 from meshwright.layout.policy import find_policy
 from meshwright.mesh import MeshSpec
 from meshwright.sharding.engine import ShardingEngine
+from meshwright.sharding.memory import Initialiser
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.state import TrainState
 
@@ -34,14 +35,31 @@ def data_groups(mesh: Any, copies: int = 1) -> DataGroups:
 
 
 def make_engine(
-    mesh: Any, model: nn.Module, policy: str, *, copies: int = 1, **changes: Any
+    mesh: Any,
+    model: nn.Module,
+    policy: str,
+    *,
+    copies: int = 1,
+    initialiser: Initialiser | None = None,
+    compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    **changes: Any,
 ) -> ShardingEngine:
     """`changes` replace fields of the policy's row."""
     row = dataclasses.replace(find_policy(policy), **changes)
-    return ShardingEngine(model, policy=row, groups=data_groups(mesh, copies), device=CPU)
+    return ShardingEngine(
+        model,
+        policy=row,
+        groups=data_groups(mesh, copies),
+        device=CPU,
+        initialiser=initialiser,
+        compute_dtype=compute_dtype,
+        offload=offload,
+    )
 
 
 def make_state(mesh: Any, model: nn.Module, policy: str, spec: OptimizerSpec, **changes: Any) -> TrainState:
+    """`changes`: see `make_engine`."""
     engine = make_engine(mesh, model, policy, **changes)
     return TrainState(engine, ShardedOptimizer(spec, engine.shards))
 

@@ -119,6 +119,10 @@ def _train(
     }
 
 
+def _train_with_census(mesh: Any, policy: str, options: dict[str, Any]) -> dict[str, Any]:
+    return _train(mesh, policy, 2, 1, **options)
+
+
 def _without_communication(numbers: Numbers) -> Numbers:
     return {name: value for name, value in numbers.items() if name != "communication"}
 
@@ -127,43 +131,58 @@ def _as_numbers(memory: MemoryBytes) -> Numbers:
     return {name: getattr(memory, name) for name in MemoryBytes.__dataclass_fields__}
 
 
-def _train_accumulating_1_and_2(mesh: Any, policy: str) -> list[dict[str, Any]]:
-    return [_train(mesh, policy, num_microbatches) for num_microbatches in (1, 2)]
+def _train_accumulating_1_and_2(mesh: Any, policy: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    return [_train(mesh, policy, num_microbatches, **options) for num_microbatches in (1, 2)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+BF16 = {"compute_dtype": torch.bfloat16}
+OFFLOAD = {"offload": True}
+
+
+@pytest.mark.parametrize(
+    ("world", "options"), [(1, {}), (2, {}), (3, {}), (1, BF16), (3, BF16), (2, OFFLOAD), (3, BF16 | OFFLOAD)]
+)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_storage_at_four_moments(ranks, policy: str, world: int) -> None:
-    results = ranks.run(_train_accumulating_1_and_2, world, policy)
+def test_storage_at_four_moments(ranks, policy: str, world: int, options: dict[str, Any]) -> None:
+    results = ranks.run(_train_accumulating_1_and_2, world, policy, options)
+    offload = options.get("offload", False)
     for index, result in [(index, result) for index, pair in enumerate(results) for result in pair]:
         row, units, seen = result["policy"], result["units"], result["seen"]
         assert len([bucket for unit in units for bucket in unit.buckets]) >= 4
         for moment in MOMENTS:
-            assert _without_communication(seen[moment]) == _as_numbers(memory_bytes(row, units)), moment
+            assert _without_communication(seen[moment]) == _as_numbers(
+                memory_bytes(row, units, offload=offload)
+            ), moment
         assert result["optimizer"] == optimizer_bytes(row, units, optimizer="adamw", index=index)
         assert (seen["after step"]["communication"] > 0) == (world > 1 and policy != "ddp")
 
 
-def _train_family(mesh: Any, policy: str, copies: int) -> dict[str, Any]:
-    return _train(mesh, policy, 2, copies=copies, ownership="whole") | {
+def _train_family(mesh: Any, policy: str, copies: int, options: dict[str, Any]) -> dict[str, Any]:
+    return _train(mesh, policy, 2, copies=copies, ownership="whole", **options) | {
         "index": mesh.rank % (mesh.world.size // copies)
     }
 
 
-@pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "copies", "options"), [(2, 1, {}), (3, 1, BF16 | OFFLOAD), (4, 2, {}), (4, 2, BF16)]
+)
 @pytest.mark.parametrize("policy", ["zero1", "zero2", "zero3"])
-def test_storage_of_whole_owners_and_copies(ranks, policy: str, world: int, copies: int) -> None:
-    for result in ranks.run(_train_family, world, policy, copies):
+def test_storage_of_whole_owners_and_copies(
+    ranks, policy: str, world: int, copies: int, options: dict[str, Any]
+) -> None:
+    offload = options.get("offload", False)
+    for result in ranks.run(_train_family, world, policy, copies, options):
         row, units, index = result["policy"], result["units"], result["index"]
         for moment in MOMENTS:
             held = _without_communication(result["seen"][moment])
-            assert held == _as_numbers(memory_bytes(row, units, index=index)), moment
+            assert held == _as_numbers(memory_bytes(row, units, index=index, offload=offload)), moment
         assert result["optimizer"] == optimizer_bytes(row, units, optimizer="adamw", index=index)
 
 
+@pytest.mark.parametrize("options", [{}, BF16, OFFLOAD], ids=["fp32", "bf16", "offload"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_hidden_copy_of_anything(ranks, policy: str) -> None:
-    for result in ranks.run(_train, 2, policy, 2, 1):
+def test_no_hidden_copy_of_anything(ranks, policy: str, options: dict[str, Any]) -> None:
+    for result in ranks.run(_train_with_census, 2, policy, options):
         accounted = sum(result["seen"]["after step"].values()) + result["optimizer"]
         # The census also finds what is small: masks, step counts, the ranks' own bookkeeping.
         assert accounted - result["smallest"] < result["live"] < accounted + result["smallest"]

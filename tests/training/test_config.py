@@ -247,7 +247,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
         "plan.ep=2",
         "plan.recompute=every:2",
         'plan.recompute={"layers.*" = "full"}',
-        "plan.precision=bf16",
         "plan.transport=shm",
         "plan.sync=ring",
         "plan.servers=2",
