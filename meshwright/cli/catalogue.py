@@ -227,6 +227,13 @@ CATALOGUE = (
         'plan.precision = "fp32". Runs on a GPU have more kernels than CPU processes.',
     ),
     CodeEntry(
+        "E230",
+        "a pipeline schedule that does not exist",
+        "No schedule has this name, or its numbers make none: ranks, micro-batches and chunks are at least 1, and only "
+        "interleaved and searched schedules have a choice of chunks.",
+        "Take a schedule that the message names; meshwright draw --schedule NAME shows each.",
+    ),
+    CodeEntry(
         "E401",
         "a worker died or raised",
         "The first rank that failed is named; others wait for it and are ended, which is a consequence.",

@@ -1,6 +1,6 @@
 """`meshwright draw`: pictures of what the system does, as text on the terminal or as SVG in a file.
 
-Owns the options and the choice of picture. What is drawn stands with what is drawn: `exchange/draw.py`.
+Owns the options and the choice of picture. Pictures stand with what they show: `exchange/draw.py`, `schedule/draw.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
 from meshwright.exchange.catalogue import ALGORITHMS, make_exchange
 from meshwright.exchange.cost import count
-from meshwright.exchange.draw import MOST_RANKS, as_svg, before_and_after, step_by_step
+from meshwright.exchange.draw import MOST_RANKS, before_and_after, step_by_step
+from meshwright.exchange.draw import as_svg as exchange_svg
 from meshwright.exchange.program import Collective
+from meshwright.schedule.action import Schedule, to_text
+from meshwright.schedule.catalogue import make_schedule
+from meshwright.schedule.check import peak_in_flight
+from meshwright.schedule.draw import as_svg as schedule_svg
+from meshwright.schedule.draw import as_text as schedule_text
+from meshwright.schedule.timing import Durations, bubble_of
 
 # What draws a collective by its own name: the algorithm that shows it best.
 _SHOWN_BY: dict[str, tuple[str, Collective]] = {
@@ -29,48 +36,83 @@ _SHOWN_BY: dict[str, tuple[str, Collective]] = {
 }
 
 
-def draw(
+def draw(  # noqa: PLR0913 - each is an option of the command
     collective: Annotated[
-        str,
+        str | None,
         typer.Option(help="all_reduce, all_gather ... (before and after), or ring, tree ... (step by step)."),
-    ],
-    ranks: Annotated[int, typer.Option(help="Ranks that bring values.")] = 4,
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-v ... over time.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks that bring values (collectives).")] = 4,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks on one host (hierarchical).")] = 2,
     servers: Annotated[int, typer.Option(help="Servers (parameter_server).")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Write the picture as SVG here.")] = None,
+    stages: Annotated[int, typer.Option(help="Ranks of the pipeline (schedules).")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches of a step (schedules).")] = 8,
+    chunks: Annotated[int | None, typer.Option(help="Stages a rank (interleaved, searched).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the picture as SVG here; a schedule also as .csv.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """A collective: blocks per rank before and after, or step by step."""
-    wanted = collective.replace("-", "_")
-    algorithm, operation, stepwise = _choose(wanted)
-    if not 1 <= ranks <= MOST_RANKS or servers < 1 or ranks_per_node < 1:
-        raise ConfigError(
-            "E109",
-            f"--ranks {ranks} --servers {servers} --ranks-per-node {ranks_per_node}: pictures show 1 to "
-            f"{MOST_RANKS} ranks, and each number is at least 1",
-        )
-    made = make_exchange(algorithm, operation, ranks, ranks_per_node=ranks_per_node, num_servers=servers)
-    text = step_by_step(made) if stepwise else before_and_after(made)
+    """A collective, blocks per rank; or a pipeline schedule over time."""
+    if (collective is None) == (schedule is None):
+        raise ConfigError("E109", "draw needs one of --collective and --schedule, e.g. --schedule 1f1b")
+    if collective is not None:
+        sizes = {"ranks": ranks, "ranks_per_node": ranks_per_node, "servers": servers}
+        text, svg, facts = _collective(collective.replace("-", "_"), sizes)
+    else:
+        made = make_schedule(schedule or "", stages, microbatches, num_chunks=chunks)
+        text, svg, facts = _schedule(made, csv=out is not None and out.suffix == ".csv")
     if out is not None:
-        out.write_text(as_svg(made), encoding="utf-8")
+        out.write_text(svg, encoding="utf-8")
     if json_output:
-        # Bytes of a buffer of one unit a chunk: what a rank moves, in chunks.
-        traffic = count(made, made.num_chunks, 1)
-        print_json(
-            {
-                "collective": operation,
-                "algorithm": algorithm,
-                "ranks": ranks,
-                "steps": traffic.steps,
-                "num_chunks": made.num_chunks,
-                "chunks_sent": list(traffic.sent),
-                "chunks_received": list(traffic.received),
-                "text": text,
-                "out": None if out is None else str(out),
-            }
+        print_json({**facts, "text": text, "out": None if out is None else str(out)})
+    else:
+        print(text if out is None else f"wrote {out}")
+
+
+def _collective(wanted: str, sizes: dict[str, int]) -> tuple[str, str, dict[str, object]]:
+    """Text, SVG and figures of a collective or an algorithm."""
+    algorithm, operation, stepwise = _choose(wanted)
+    if min(sizes.values()) < 1 or sizes["ranks"] > MOST_RANKS:
+        given = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            "E109", f"{given}: pictures show 1 to {MOST_RANKS} ranks, and each number is at least 1"
         )
-        return
-    print(text if out is None else f"wrote {out}")
+    made = make_exchange(
+        algorithm,
+        operation,
+        sizes["ranks"],
+        ranks_per_node=sizes["ranks_per_node"],
+        num_servers=sizes["servers"],
+    )
+    traffic = count(made, made.num_chunks, 1)  # a unit a chunk: what ranks move, in chunks
+    facts: dict[str, object] = {
+        "collective": operation,
+        "algorithm": algorithm,
+        "ranks": sizes["ranks"],
+        "steps": traffic.steps,
+        "num_chunks": made.num_chunks,
+        "chunks_sent": list(traffic.sent),
+        "chunks_received": list(traffic.received),
+    }
+    return (step_by_step(made) if stepwise else before_and_after(made)), exchange_svg(made), facts
+
+
+def _schedule(made: Schedule, *, csv: bool) -> tuple[str, str, dict[str, object]]:
+    """Text, SVG or CSV, and figures of a schedule."""
+    times = Durations.equal(made.num_stages)
+    facts: dict[str, object] = {
+        "schedule": made.name,
+        "ranks": made.num_ranks,
+        "stages": made.num_stages,
+        "microbatches": made.num_microbatches,
+        "bubble": bubble_of(made, times),
+        "activations": peak_in_flight(made),
+        "programs": [[str(action) for action in program] for program in made.programs],
+    }
+    return schedule_text(made), to_text(made, csv=True) + "\n" if csv else schedule_svg(made), facts
 
 
 def _choose(wanted: str) -> tuple[str, Collective, bool]:

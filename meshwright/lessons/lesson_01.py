@@ -48,7 +48,7 @@ def main() -> None:
     print(f"\n  all-reduce = reduce-scatter, then all-gather: {all(both)}")
     assert all(both)
     print("\n3. What a rank sends at least, as a part of the buffer S (the whole one, of P ranks):\n")
-    sent = {collective: formula(by, collective, NUM_RANKS, 1.0).of_a_worker for by, collective in SHOWN}
+    sent = {str(collective): formula(by, collective, NUM_RANKS, 1.0).of_a_worker for by, collective in SHOWN}
     print(bars(sent, unit="S", digits=2))
     print("\n4. The law: gradients summed by these collectives train what one process trains.\n")
     print(check_parity(pool, "ddp", num_ranks=NUM_RANKS).line())

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
-from meshwright.errors import ConfigError
+from meshwright.errors import MeshwrightError
 
 RING = """\
 all_reduce over 2 ranks (ring, 2 steps)
@@ -73,9 +73,45 @@ def test_the_most_ranks_that_are_promised_have_letters_enough():
         assert result.exit_code == 0
 
 
+ONE_F_ONE_B = """\
+1f1b · 2 ranks · 3 micro-batches · bubble 25.0% of the step · activations kept 2 1
+rank 0  F0 F1 ·· ·· B0 B0 F2 B1 B1 ·· B2 B2
+rank 1  ·· F0 B0 B0 F1 B1 B1 F2 B2 B2 ·· ··
+"""
+
+
+def test_a_schedule_over_time():
+    assert call("--schedule", "1f1b", "--stages", "2", "--microbatches", "3").stdout == ONE_F_ONE_B
+
+
+def test_a_schedule_as_svg_and_csv(tmp_path):
+    svg, csv = tmp_path / "zb.svg", tmp_path / "zb.csv"
+    for out in (svg, csv):
+        assert (
+            call("--schedule", "zb-h1", "--stages", "3", "--microbatches", "4", "--out", str(out)).exit_code
+            == 0
+        )
+    tags = [element.tag.rpartition("}")[2] for element in ElementTree.parse(svg).iter()]
+    assert tags.count("g") == 3 * 4 * 3  # a box for each of F, I, W
+    assert len(csv.read_text().splitlines()) == 3
+    assert csv.read_text().startswith("0F0, 0F1, 0F2, 0I0, 0W0")
+
+
+def test_a_schedule_as_json():
+    printed = json.loads(
+        call("--schedule", "gpipe", "--stages", "4", "--microbatches", "12", "--json").stdout
+    )
+    assert printed["bubble"] == pytest.approx(3 / 15)
+    assert printed["activations"] == [12] * 4
+    assert printed["programs"][3][0] == "3F0"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
+        ([], "E109", "one of --collective and --schedule"),
+        (["--collective", "ring", "--schedule", "1f1b"], "E109", "one of --collective and --schedule"),
+        (["--schedule", "1f1b", "--stages", "0"], "E230", "each is at least 1"),
         (["--collective", "rng"], "E114", "Did you mean 'ring'"),
         (["--collective", "ring", "--ranks", "13"], "E109", "1 to 12 ranks"),
         (["--collective", "ring", "--ranks", "0"], "E109", "at least 1"),
@@ -83,6 +119,6 @@ def test_the_most_ranks_that_are_promised_have_letters_enough():
 )
 def test_refused(arguments, code, text):
     error = call(*arguments).exception
-    assert isinstance(error, ConfigError)
+    assert isinstance(error, MeshwrightError)
     assert error.code == code
     assert text in error.message
