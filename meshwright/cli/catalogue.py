@@ -211,20 +211,20 @@ CATALOGUE = (
         "Set plan.zero to 1, 2 or 3, or leave plan.ownership out.",
     ),
     CodeEntry(
-        "E220",
-        "an exchange algorithm that cannot do this",
-        "No algorithm of this name exists, or it does not carry out this collective: a tree has no all-to-all, a ring "
-        "no broadcast.",
-        "Take an algorithm that the message names; meshwright draw --collective NAME shows each.",
-    ),
-    CodeEntry(
-        "E210",
+        "E212",
         "a model that cannot run in this precision",
         "With plan.precision = bf16 or fp16 forward and backward run in 16 bits, the optimizer's state is float32. An "
         "operation of the model has no such kernel here, or a float32 buffer meets 16-bit activations, or a parameter "
         "is complex or float64 and would lose digits.",
         "Cast around the operation, x.float(), and a buffer where it is used, buffer.to(x.dtype); or set "
         'plan.precision = "fp32". Runs on a GPU have more kernels than CPU processes.',
+    ),
+    CodeEntry(
+        "E220",
+        "an exchange algorithm that cannot do this",
+        "No algorithm of this name exists, or it does not carry out this collective: a tree has no all-to-all, a ring "
+        "no broadcast.",
+        "Take an algorithm that the message names; meshwright draw --collective NAME shows each.",
     ),
     CodeEntry(
         "E230",

@@ -58,19 +58,19 @@ def to_master(model: nn.Module, precision: Precision) -> nn.Module:
     """Cast parameters and buffers to the type of the masters; the engine casts parameters on from there.
 
     Raises:
-        PlanError: E210 for a complex parameter, or one of float64 in a plan of 16 bits.
+        PlanError: E212 for a complex parameter, or one of float64 in a plan of 16 bits.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise PlanError(
-                "E210",
+                "E212",
                 f'parameter {name!r} is {_name(parameter.dtype)}: plan.precision = "{precision}" makes parameters real '
                 f"and would drop its imaginary part. Hold real and imaginary part as two parameters "
                 f"(torch.view_as_real) and join them in forward.",
             )
         if is_low(precision) and parameter.dtype == torch.float64:
             raise PlanError(
-                "E210",
+                "E212",
                 f'parameter {name!r} is float64, and with plan.precision = "{precision}" masters are float32. Build '
                 f'the model in float32 if that is enough, or set plan.precision = "fp64".',
             )
@@ -99,7 +99,7 @@ def check_runs(
         precision: nothing is done for fp64 and fp32.
 
     Raises:
-        PlanError: E210 when an operation has no kernel, or meets two element types.
+        PlanError: E212 when an operation has no kernel, or meets two element types.
     """
     if not is_low(precision):
         return
@@ -124,7 +124,7 @@ def _cannot_run(model: nn.Module, error: Exception, precision: Precision) -> Pla
         more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
         note = f" Buffers stay float32 ({buffers[0]!r}{more}): where one meets activations, write buffer.to(x.dtype)."
     return PlanError(
-        "E210",
+        "E212",
         f'the model runs in float64 and not with plan.precision = "{precision}": {text}.{note} Cast around that '
         f'operation in forward, x.float(), or set plan.precision = "fp32".',
     )

@@ -71,7 +71,7 @@ def make_task(config: RunConfig) -> Task:
 
     Raises:
         ConfigError: E104, E106 (preset), E120, E121, E106 (hf), E105, E108, E103 (data), E111, E112 (a user's module).
-        PlanError: E210 for a user's module that cannot have the plan's precision.
+        PlanError: E212 for a user's module that cannot have the plan's precision.
     """
     kind, _, rest = config.model.source.partition(":")
     make = {"preset": _preset_task, "hf": _hf_task, "py": _user_task}[kind]

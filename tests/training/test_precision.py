@@ -75,23 +75,23 @@ def test_cast_parameters() -> None:
 
 def test_a_missing_kernel_is_named() -> None:
     model = to_master(Model(lambda x: torch.cdist(x, x) @ x), "bf16")
-    with pytest.raises(PlanError, match=r"E210 the model runs in float64 .*cdist.*x\.float\(\)"):
+    with pytest.raises(PlanError, match=r"E212 the model runs in float64 .*cdist.*x\.float\(\)"):
         check_runs(model, squared_error, SAMPLES, precision="bf16")
     check_runs(model, squared_error, SAMPLES, precision="fp32")
 
 
 def test_a_buffer_that_meets_activations_is_named() -> None:
     model = to_master(WithTable(cast=False), "fp16")
-    with pytest.raises(PlanError, match=r"E210 .*same dtype.*Buffers stay float32 \('table' and 2 more"):
+    with pytest.raises(PlanError, match=r"E212 .*same dtype.*Buffers stay float32 \('table' and 2 more"):
         check_runs(model, squared_error, SAMPLES, precision="fp16")
 
 
 @pytest.mark.parametrize(
     ("dtype", "precision", "text"),
     [
-        (torch.float64, "bf16", "E210 parameter 'weight' is float64, .* masters are float32"),
-        (torch.complex64, "fp16", "E210 parameter 'weight' is complex64: .* imaginary"),
-        (torch.complex64, "fp32", "E210 parameter 'weight' is complex64: .* imaginary"),
+        (torch.float64, "bf16", "E212 parameter 'weight' is float64, .* masters are float32"),
+        (torch.complex64, "fp16", "E212 parameter 'weight' is complex64: .* imaginary"),
+        (torch.complex64, "fp32", "E212 parameter 'weight' is complex64: .* imaginary"),
     ],
 )
 def test_parameters_that_would_lose_digits(dtype: torch.dtype, precision: Any, text: str) -> None:
