@@ -34,7 +34,7 @@ def all_twice(rank: CandidateRank) -> None:
 
 def no_reduction(rank: CandidateRank) -> None:
     """The bucket's all-reduce is never issued."""
-    from meshwright.sharding import engine
+    from meshwright.sharding import memory
 
     class Silent:
         """`comm.ops` without one operation."""
@@ -46,7 +46,7 @@ def no_reduction(rank: CandidateRank) -> None:
         def all_reduce(_tensor: Tensor, _group: ops.Group, *, cause: str) -> ops.Handle:
             return ops.DONE
 
-    engine.ops = Silent  # type: ignore[assignment]
+    memory.ops = Silent  # type: ignore[assignment]
 
 
 def skipped_last_micro_step(rank: CandidateRank) -> None:
