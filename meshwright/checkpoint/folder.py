@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from meshwright.checkpoint.manifest import MANIFEST_NAME, Manifest
 from meshwright.errors import CheckpointError
 
 FOLDER_NAME = "ckpt"
+# Bytes that are written, checked or converted at once.
+CHUNK_BYTES = 8 << 20
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp-\w+")
 _REPLACED = re.compile(r"(step-\d{8,})\.old-\w+")
@@ -97,8 +100,8 @@ def set_aside(folder: Path, *, after: int) -> list[Path]:
     return moved
 
 
-def commit(temporary_path: Path, manifest: Manifest) -> Path:
-    """Write the manifest into a folder whose files are all on disk, and give it its name.
+def commit(temporary_path: Path, manifest: Manifest, *, final: Path | None = None) -> Path:
+    """Write the manifest into a folder whose files are all on disk, and give it its name (default: of its step).
 
     A crash before the rename leaves an unfinished folder, which nobody takes for a checkpoint.
 
@@ -107,7 +110,7 @@ def commit(temporary_path: Path, manifest: Manifest) -> Path:
     """
     write_text(temporary_path / MANIFEST_NAME, manifest.to_json())
     sync_folder(temporary_path)
-    final = temporary_path.with_name(step_name(manifest.run.step))
+    final = final or temporary_path.with_name(step_name(manifest.run.step))
     old = final.with_name(f"{final.name}.old-{temporary_path.name.rpartition('-')[2]}")
     if final.exists():
         final.rename(old)
@@ -167,22 +170,37 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def file_checksum(path: Path, *, progress: Callable[[], None] = lambda: None) -> int:
+    """CRC-32 of a whole file, read chunk by chunk."""
+    checksum = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+            progress()
+    return checksum
+
+
 def check_files(
-    path: Path, manifest: Manifest, checksum: Callable[[Path], int], *, index: int = 0, count: int = 1
+    path: Path,
+    manifest: Manifest,
+    *,
+    index: int = 0,
+    count: int = 1,
+    progress: Callable[[], None] = lambda: None,
 ) -> CheckpointError | None:
     """Read every `count`-th file of a checkpoint, from number `index` on; the first that is damaged, as an error.
 
     Args:
         path: the checkpoint.
         manifest: its manifest.
-        checksum: file -> its checksum.
         index: this rank's number among those that share the work.
         count: how many they are.
+        progress: called after every chunk.
     """
     for record in manifest.files[index::count]:
         file = path / record.name
         try:
-            found = checksum(file)
+            found = file_checksum(file, progress=progress)
         except OSError as error:
             return CheckpointError(
                 "E502", f"{file} cannot be read: {error.strerror}. Take an earlier checkpoint."

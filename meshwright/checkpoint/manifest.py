@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -58,6 +59,12 @@ class LogicalTensor:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        bits = 8 if self.dtype == "bool" else int(re.sub(r"\D", "", self.dtype) or 0)
+        return self.numel * bits // 8
 
     @property
     def label(self) -> str:

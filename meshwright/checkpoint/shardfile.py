@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.folder import CHUNK_BYTES
 from meshwright.checkpoint.manifest import RESTORE, FileRecord
 from meshwright.errors import CheckpointError
 
@@ -41,8 +42,6 @@ _CODES = MappingProxyType(
     }
 )
 _DTYPES = MappingProxyType({code: dtype for dtype, code in _CODES.items()})
-# Bytes that are written, or read and converted, at once.
-CHUNK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20
 
 
@@ -151,16 +150,6 @@ def raw_bytes(flat: Tensor) -> memoryview:
 def _write_all(descriptor: int, raw: memoryview) -> None:
     while raw:
         raw = raw[os.write(descriptor, raw) :]
-
-
-def file_checksum(path: Path, *, progress: Callable[[], None] = lambda: None) -> int:
-    """CRC-32 of a whole file, read chunk by chunk."""
-    checksum = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-            progress()
-    return checksum
 
 
 class TensorFile:

@@ -19,7 +19,6 @@ from meshwright.checkpoint.compare import check_same_model
 from meshwright.checkpoint.folder import ResumeFrom
 from meshwright.checkpoint.manifest import Manifest, RunFacts
 from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.shardfile import file_checksum
 from meshwright.checkpoint.writer import Place, SaveReport, Writer
 from meshwright.errors import CheckpointError
 from meshwright.training.metrics import gather_numbers
@@ -158,10 +157,8 @@ class Checkpoints:
         return None, error
 
     def _damage(self, path: Path, manifest: Manifest, index: int) -> CheckpointError | None:
-        def checksum(file: Path) -> int:
-            return file_checksum(file, progress=self._progress)
-
-        return folder.check_files(path, manifest, checksum, index=index, count=self._group.size)
+        count = self._group.size
+        return folder.check_files(path, manifest, index=index, count=count, progress=self._progress)
 
     def _of_first(self, value: float) -> float:
         """Rank 0's value on every rank."""

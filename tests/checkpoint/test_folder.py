@@ -2,7 +2,6 @@ import pytest
 
 from meshwright.checkpoint import folder
 from meshwright.checkpoint.manifest import FileRecord, Manifest, RunFacts
-from meshwright.checkpoint.shardfile import file_checksum
 from meshwright.errors import CheckpointError
 
 
@@ -10,7 +9,9 @@ def make(root, step, attempt="a1", content=b"x" * 100):
     path = folder.temporary(root, step, attempt)
     path.mkdir(parents=True)
     (path / "rank00000.safetensors").write_bytes(content)
-    record = FileRecord("rank00000.safetensors", len(content), file_checksum(path / "rank00000.safetensors"))
+    record = FileRecord(
+        "rank00000.safetensors", len(content), folder.file_checksum(path / "rank00000.safetensors")
+    )
     return folder.commit(path, Manifest(RunFacts(step), 1, (record,), ()))
 
 
@@ -88,12 +89,12 @@ def test_a_look_at_names_and_sizes_finds(tmp_path, damage, code, text):
 def test_checksums_are_shared_by_ranks_and_name_file_and_checksum(tmp_path):
     path = make(tmp_path, 1)
     manifest = folder.read_manifest(path)
-    assert folder.check_files(path, manifest, file_checksum) is None
+    assert folder.check_files(path, manifest) is None
     (path / "rank00000.safetensors").write_bytes(b"x" * 99 + b"y")
-    assert folder.check_files(path, manifest, file_checksum, index=1, count=2) is None
-    error = folder.check_files(path, manifest, file_checksum, index=0, count=2)
+    assert folder.check_files(path, manifest, index=1, count=2) is None
+    error = folder.check_files(path, manifest, index=0, count=2)
     assert error.code == "E502"
     assert "rank00000.safetensors is damaged: checksum" in error.message
     assert f"instead of {manifest.files[0].checksum:08x}" in error.message
     (path / "rank00000.safetensors").unlink()
-    assert "cannot be read" in str(folder.check_files(path, manifest, file_checksum))
+    assert "cannot be read" in str(folder.check_files(path, manifest))

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import shardfile
-from meshwright.checkpoint.shardfile import Header, TensorFile, file_checksum, write_tensors
+from meshwright.checkpoint.folder import file_checksum
+from meshwright.checkpoint.shardfile import Header, TensorFile, write_tensors
 from meshwright.errors import CheckpointError
 
 TENSORS = {

@@ -15,7 +15,6 @@ import torch
 from meshwright.checkpoint import folder, writer
 from meshwright.checkpoint.manifest import RunFacts
 from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.shardfile import file_checksum
 from meshwright.checkpoint.writer import Item, Place, Writer
 from meshwright.errors import CheckpointError, SaveError
 from meshwright.testing.ranks import RankError
@@ -46,7 +45,7 @@ def newest_valid(root):
     for path in folder.list_checkpoints(root):
         try:
             manifest = folder.read_manifest(path)
-            if error := folder.check_files(path, manifest, file_checksum):
+            if error := folder.check_files(path, manifest):
                 raise error
             with CheckpointReader(path, manifest) as reader:
                 return manifest.run.step, reader.read(manifest.model["w"]), errors

@@ -37,8 +37,8 @@ OPTIONAL = {
     ("meshwright/training/hf_source.py", "transformers.core_model_loading"),
     ("meshwright/training/metrics.py", "torch.utils.tensorboard"),
 }
-# Besides comm/: the pool of ranks makes the process groups of tests.
-TORCH_DISTRIBUTED = {"meshwright/testing/ranks.py"}
+# Besides comm/: the pool of ranks makes the process groups of tests; torch's own checkpoints are files here.
+TORCH_DISTRIBUTED = {"meshwright/testing/ranks.py", "meshwright/checkpoint/dcp.py"}
 # What a process is told by its environment is read in two places; launchers and the pool set it for children.
 READS_ENVIRONMENT = {
     "meshwright/training/config.py",
