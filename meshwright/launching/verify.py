@@ -58,7 +58,7 @@ class VerifyOptions(TypedDict, total=False):
         steps: optimizer steps to compare, default 3.
         global_batch: samples of a step; default: 2 a rank in each of 2 micro-steps.
         precision: `fp64` (default), `fp32`, `bf16` or `fp16`, for both runs.
-        optimizer: `adamw` (default), `adam` or `sgd`.
+        optimizer: `adamw` (default), `adam`, `sgd` or `muon`.
         clip_norm: largest global gradient norm, default 1.0; 0 does not clip. It is lowered so that it acts.
         seed: of weights and sample order, default 0.
         inject: commits a fault on every candidate rank before training; see `CandidateRank`.
@@ -67,7 +67,7 @@ class VerifyOptions(TypedDict, total=False):
     steps: int
     global_batch: int
     precision: Precision
-    optimizer: Literal["adamw", "adam", "sgd"]
+    optimizer: Literal["adamw", "adam", "sgd", "muon"]
     clip_norm: float
     seed: int
     inject: Callable[[CandidateRank], None]

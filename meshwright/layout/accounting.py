@@ -30,7 +30,7 @@ from meshwright.layout.bucket import Bucket, Unit
 from meshwright.layout.policy import ShardingPolicy
 
 # Tensors of optimizer state as large as the parameter, and bytes of the step count beside them.
-OPTIMIZER_SLOTS = {"adamw": (2, 4), "adam": (2, 4), "sgd": (0, 0), "sgd momentum": (1, 0)}
+OPTIMIZER_SLOTS = {"adamw": (2, 4), "adam": (2, 4), "sgd": (0, 0), "sgd momentum": (1, 0), "muon": (1, 0)}
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,12 @@ def owner_imbalance(units: Sequence[Unit]) -> float:
 
 def optimizer_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, optimizer: str, index: int = 0) -> int:
     """Bytes of optimizer state on data-parallel rank `index`, once every parameter has been updated."""
-    slots, step_bytes = OPTIMIZER_SLOTS[optimizer]
     total = 0
     for bucket in _trained(units):
         owners = bucket.num_shards if policy.shards_optimizer else 1
+        hidden = {parameter.name for parameter in bucket.parameters if parameter.is_hidden}
         for piece in bucket.owned(index if owners > 1 else 0, owners):
+            by_adamw = optimizer == "muon" and piece.name not in hidden
+            slots, step_bytes = OPTIMIZER_SLOTS["adamw" if by_adamw else optimizer]
             total += (piece.stop - piece.start) * bucket.master_itemsize * slots + step_bytes
     return total

@@ -65,6 +65,7 @@ class ShardParameter:
         parameter: view of this rank's memory (of the master, where there is one); its `.grad` is a view of the summed
             gradient. It has the logical shape where ranks hold whole parameters (ddp, one shard), else it is 1-D.
         gradient: that view.
+        is_hidden: whether the logical parameter is a matrix of a repeated block.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ShardParameter:
     piece: Piece
     parameter: nn.Parameter
     gradient: Tensor
+    is_hidden: bool = False
 
 
 class ShardingEngine:
@@ -188,7 +190,9 @@ class ShardingEngine:
                 view = nn.Parameter(memory.master_shard[where].view(shape))
                 gradient = memory.update_gradient[where].view(shape)
                 view.grad = gradient
-                self._shards_of[memory].append(ShardParameter(piece.name, spec.shape, piece, view, gradient))
+                self._shards_of[memory].append(
+                    ShardParameter(piece.name, spec.shape, piece, view, gradient, spec.is_hidden)
+                )
         self.shards = [shard for shards in self._shards_of.values() for shard in shards]
 
     def _make_gatherer(self, model: nn.Module) -> Gatherer:

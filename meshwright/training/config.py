@@ -52,9 +52,11 @@ _LAUNCH_VARIABLES = (
 # Keys that only some choices of another key look at: key -> (that key, choices it matters for).
 _ONLY_WITH = MappingProxyType(
     {
-        "train.optimizer.momentum": ("train.optimizer.name", ("sgd",)),
-        "train.optimizer.betas": ("train.optimizer.name", ("adamw", "adam")),
-        "train.optimizer.eps": ("train.optimizer.name", ("adamw", "adam")),
+        "train.optimizer.momentum": ("train.optimizer.name", ("sgd", "muon")),
+        "train.optimizer.betas": ("train.optimizer.name", ("adamw", "adam", "muon")),
+        "train.optimizer.eps": ("train.optimizer.name", ("adamw", "adam", "muon")),
+        "train.optimizer.adamw_lr": ("train.optimizer.name", ("muon",)),
+        "train.optimizer.lr_adjust": ("train.optimizer.name", ("muon",)),
         "train.schedule.decay": ("train.schedule.name", ("wsd",)),
         "train.schedule.final_ratio": ("train.schedule.name", ("cosine", "wsd")),
         "data.overlong": ("data.packing", (False,)),

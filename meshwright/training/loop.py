@@ -45,7 +45,7 @@ from meshwright.training.metrics import (
     peak_memory_bytes,
 )
 from meshwright.training.nonfinite import explain_not_finite
-from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, spec_of
 from meshwright.training.planning import plan_of
 from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import stateless_randomness
@@ -133,10 +133,7 @@ class Run:
         )
 
     def _optimizer_spec(self) -> OptimizerSpec:
-        chosen = self.config.train.optimizer
-        return OptimizerSpec(
-            chosen.name, chosen.lr, chosen.weight_decay, chosen.betas, chosen.eps, chosen.momentum
-        )
+        return spec_of(self.config.train.optimizer)
 
     def _make_state(self) -> TrainState:
         engine = ShardingEngine(

@@ -14,6 +14,10 @@ import torch
 
 from meshwright.errors import CheckpointError
 from meshwright.sharding.engine import ShardParameter
+from meshwright.training.muon import LrAdjust, Muon
+from meshwright.training.optimizer_kinds import OPTIMIZER_KINDS as OPTIMIZER_KINDS
+from meshwright.training.optimizer_kinds import check_optimizer
+from meshwright.training.sections import OptimizerConfig, momentum_of
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,14 @@ class OptimizerSpec:
     """The update rule and its numbers, without torch objects.
 
     Attributes:
-        name: `adamw`, `adam` or `sgd`.
+        name: `adamw`, `adam`, `sgd` or `muon`.
         lr: peak learning rate.
-        weight_decay: decoupled for adamw; added to the gradient for adam and sgd.
-        betas: decay of the moments (adamw, adam).
-        eps: added to the root of the second moment (adamw, adam).
-        momentum: of sgd.
+        weight_decay: decoupled for adamw and muon; added to the gradient for adam and sgd.
+        betas: decay of the moments (adamw, adam, and what muon leaves to adamw).
+        eps: added to the root of the second moment (the same).
+        momentum: of sgd and muon.
+        adamw_lr: peak learning rate of what muon leaves to adamw: embeddings, heads, vectors.
+        lr_adjust: how muon's learning rate follows the shape of a matrix; see `muon.shape_factor`.
     """
 
     name: str = "adamw"
@@ -35,6 +41,22 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.0
+    adamw_lr: float = 3e-4
+    lr_adjust: LrAdjust = "original"
+
+
+def spec_of(config: OptimizerConfig) -> OptimizerSpec:
+    """The update rule that a configuration describes."""
+    return OptimizerSpec(
+        config.name,
+        config.lr,
+        config.weight_decay,
+        config.betas,
+        config.eps,
+        momentum_of(config),
+        config.adamw_lr,
+        config.lr_adjust,
+    )
 
 
 def parameter_groups(spec: OptimizerSpec, shapes: Sequence[tuple[int, ...]]) -> list[tuple[list[int], float]]:
@@ -56,6 +78,41 @@ def make_optimizer(spec: OptimizerSpec, parameters: Sequence[dict[str, object]])
     return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=True)
 
 
+def make_muon(spec: OptimizerSpec, shards: Sequence[ShardParameter]) -> Muon:
+    """Muon over the hidden matrices of `shards`, AdamW over the rest.
+
+    Raises:
+        PlanError: E204 where this rank holds parts of matrices.
+    """
+    hidden = [shard for shard in shards if shard.is_hidden]
+    check_optimizer("Muon", holds_whole=all(shard.parameter.shape == shard.shape for shard in hidden))
+    rest = [shard for shard in shards if not shard.is_hidden]
+    ratio = spec.adamw_lr / spec.lr
+    others = [
+        {
+            "params": [rest[i].parameter for i in members],
+            "weight_decay": decay,
+            "lr": spec.adamw_lr,
+            "lr_ratio": ratio,
+        }
+        for members, decay in parameter_groups(spec, [shard.shape for shard in rest])
+    ]
+    matrices = (
+        [{"params": [shard.parameter for shard in hidden], "weight_decay": spec.weight_decay}]
+        if hidden
+        else []
+    )
+    return Muon(
+        matrices,
+        others,
+        lr=spec.lr,
+        momentum=spec.momentum,
+        adjust=spec.lr_adjust,
+        betas=spec.betas,
+        eps=spec.eps,
+    )
+
+
 class ShardedOptimizer:
     """One optimizer step over this rank's pieces of the parameters that some rank used.
 
@@ -65,11 +122,15 @@ class ShardedOptimizer:
 
     def __init__(self, spec: OptimizerSpec, shards: Sequence[ShardParameter]) -> None:
         self.shards = list(shards)
-        groups = [
-            {"params": [self.shards[i].parameter for i in members], "weight_decay": decay}
-            for members, decay in parameter_groups(spec, [shard.shape for shard in self.shards])
-        ]
-        self.torch_optimizer = make_optimizer(spec, groups) if groups else None
+        self.torch_optimizer: torch.optim.Optimizer | None = None
+        if self.shards and spec.name == "muon":
+            self.torch_optimizer = make_muon(spec, self.shards)
+        elif self.shards:
+            groups = [
+                {"params": [self.shards[i].parameter for i in members], "weight_decay": decay}
+                for members, decay in parameter_groups(spec, [shard.shape for shard in self.shards])
+            ]
+            self.torch_optimizer = make_optimizer(spec, groups)
 
     def step(
         self, *, lr: float, used: Set[str], parts: Iterable[Sequence[ShardParameter]] | None = None
@@ -84,7 +145,7 @@ class ShardedOptimizer:
         if self.torch_optimizer is None:
             return
         for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
         num_shown = 0
         for part in [self.shards] if parts is None else parts:
             self._show_gradients(part, used)

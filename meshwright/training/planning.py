@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.layout.plan import TrainPlan
 from meshwright.training.config import RunConfig
+from meshwright.training.optimizer_kinds import check_optimizer
+
+_CLASSES = MappingProxyType({"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "muon": "Muon"})
 
 
 def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> TrainPlan:
@@ -16,7 +21,7 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         world_source: the variable it comes from, for the error text.
 
     Raises:
-        PlanError: see `make_plan`.
+        PlanError: see `make_plan`; E204 where the optimizer needs whole parameters.
     """
     request = PlanRequest(
         policy=config.plan.zero,
@@ -28,9 +33,14 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         hsdp=config.plan.hsdp,
         ownership=config.plan.ownership,
     )
-    return make_plan(
+    plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source
     )
+    parts = (
+        plan.policy.shards_optimizer and plan.policy.ownership == "flat" and plan.mesh.size("dp_shard") > 1
+    )
+    check_optimizer(_CLASSES[config.train.optimizer.name], holds_whole=not parts)
+    return plan
 
 
 def local_world_size(config: RunConfig, *, num_gpus: int) -> int:

@@ -235,18 +235,22 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The update rule and its numbers."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """AdamW, Adam (weight decay in the gradient) or SGD."""
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """AdamW, Adam (weight decay in the gradient), SGD, or Muon for the matrices of blocks and AdamW for the rest."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decay of weights a step, as a factor of the learning rate (adamw)."""
+    """Decay of weights a step, as a factor of the learning rate (adamw, muon)."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
-    """Decay of the first and second moment (adamw, adam)."""
+    """Decay of the first and second moment (adamw, adam, muon's rest)."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment (adamw, adam)."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Momentum of sgd."""
+    """Added to the root of the second moment (adamw, adam, muon's rest)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Momentum; unset: 0 for sgd, 0.95 for muon."""
+    adamw_lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate of what muon leaves to AdamW: embeddings, heads, vectors."""
+    lr_adjust: Literal["original", "match_rms_adamw"] = "original"
+    """How muon's rate follows a matrix's shape: sqrt(rows / columns) if tall, or sized like an AdamW update."""
 
     @field_validator("betas")
     @classmethod
@@ -254,6 +258,13 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in value):
             raise problem("E109", f"{toml_literal(value)}: both betas lie in [0, 1), e.g. [0.9, 0.95]")
         return value
+
+
+def momentum_of(config: OptimizerConfig) -> float:
+    """The momentum that an optimizer runs with."""
+    if config.momentum is not None:
+        return config.momentum
+    return 0.95 if config.name == "muon" else 0.0
 
 
 class ScheduleConfig(Section):

@@ -30,7 +30,7 @@ from meshwright.layout.uses import calls_of_uses
 from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.loss_scale import LossScale
-from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.optimizer import ShardedOptimizer, spec_of
 from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
@@ -86,9 +86,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups) -> CandidateRank:
     )
     kind = job.config.train.dropout
     registry.install(task.model, engine, dropout_kind=kind)
-    spec = OptimizerSpec(
-        chosen.name, chosen.lr, chosen.weight_decay, chosen.betas, chosen.eps, chosen.momentum
-    )
+    spec = spec_of(chosen)
     geometry = BatchGeometry(
         global_batch=plan.global_batch,
         num_microbatches=plan.num_microbatches,

@@ -10,7 +10,7 @@ that clipping acts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,10 +25,12 @@ from meshwright.comm.ops import Group
 from meshwright.comm.rng import MicroStep
 from meshwright.data.order import sample_ids
 from meshwright.errors import NumericsError
-from meshwright.training.sections import OptimizerConfig
+from meshwright.sharding.units import hidden_matrices
+from meshwright.training.sections import OptimizerConfig, momentum_of
 from meshwright.verification.job import Uses, VerifyJob
 from meshwright.verification.masters import Masters
 from meshwright.verification.observe import ModuleObserver, Rows
+from meshwright.verification.plain_muon import PlainMuon
 from meshwright.verification.subject import batch_of, make_subject, materialise
 from meshwright.verification.tensors import Key
 from meshwright.verification.uses import UseObserver
@@ -123,7 +125,9 @@ class PlainRun:
         self._uses = UseObserver(self._model)
         # Over one rank this is torch's own, but for running statistics: recomputation does not move them again.
         batch_norm.install(self._model, Group("dp", (0,), 0, None, CommLog()))
-        self._optimizer = plain_optimizer(self._masters.parameters.values(), job.config.train.optimizer)
+        self._optimizer = plain_optimizer(
+            self._masters.parameters, job.config.train.optimizer, hidden=hidden_matrices(self._model)
+        )
         self.clip_norm = job.config.train.clip_norm
         self.losses: list[float] = []
         self.uncompared: set[str] = set()
@@ -268,14 +272,35 @@ def _backwards(tensor: Tensor, rows: Rows, num_samples: int) -> Tensor:
     return apart.flip(rows.dim).flatten(rows.dim, rows.dim + 1)
 
 
-def plain_optimizer(parameters: Iterable[nn.Parameter], chosen: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's optimizer, parameter by parameter; matrices decay and vectors do not."""
-    trained = [p for p in parameters if p.requires_grad]
+def plain_optimizer(
+    parameters: Mapping[str, nn.Parameter], chosen: OptimizerConfig, *, hidden: Set[str] = frozenset()
+) -> torch.optim.Optimizer:
+    """torch's optimizer, parameter by parameter; matrices decay and vectors do not. `hidden`: what Muon updates."""
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if chosen.name == "muon":
+        return _plain_muon(trained, chosen, hidden)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": chosen.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained.values() if p.dim() >= 2], "weight_decay": chosen.weight_decay},
+        {"params": [p for p in trained.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
     if chosen.name == "sgd":
-        return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum, foreach=False)
+        return torch.optim.SGD(groups, lr=chosen.lr, momentum=momentum_of(chosen), foreach=False)
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[chosen.name]
     return kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, foreach=False)
+
+
+def _plain_muon(trained: Mapping[str, nn.Parameter], chosen: OptimizerConfig, hidden: Set[str]) -> PlainMuon:
+    rest = [p for name, p in trained.items() if name not in hidden]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": chosen.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=chosen.adamw_lr, betas=chosen.betas, eps=chosen.eps, foreach=False)
+    return PlainMuon(
+        [p for name, p in trained.items() if name in hidden],
+        adamw,
+        lr=chosen.lr,
+        weight_decay=chosen.weight_decay,
+        momentum=momentum_of(chosen),
+        adjust=chosen.lr_adjust,
+    )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -93,13 +93,17 @@ def _module_of(item: Recorded) -> tuple[object, ...]:
         return _whole_of(item)
     # Of a parameter `blocks.0.query.weight` or its state `blocks.0.query.weight exp_avg`: the module, and which state.
     name, _, state = item.name.partition(" ")
-    return (*_whole_of(item), name.rpartition(".")[0], state)
+    return (*_whole_of(item)[:2], name.rpartition(".")[0], _FIRST_MOMENTS.get(state, state))
 
 
 def _whole_of(item: Recorded) -> tuple[object, ...]:
     if item.check == "activations":
         return (item.check, item.step, item.microbatch)
     return (item.check, item.step, item.name.partition(" ")[2], "all")
+
+
+# Where Muon has a module's matrix and AdamW its bias, one name for what has the size of gradients.
+_FIRST_MOMENTS = MappingProxyType({"momentum_buffer": "exp_avg"})
 
 
 @dataclass

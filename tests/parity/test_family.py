@@ -48,6 +48,13 @@ def check(ranks: Any, subject: str, optimizer: str, precision: str, shapes: list
         ("net", "sgd", "fp64", SHAPES[:4]),
         ("gpt", "adamw", "fp64", SHAPES[::2]),
         ("llama", "adamw", "fp32", SHAPES[1::2]),
+        (
+            "gpt",
+            "muon",
+            "fp64",
+            [Shape(3, 0), Shape(3, 3, 1, "whole"), Shape(4, 1, 2, "whole"), Shape(2, 2, 2)],
+        ),
+        ("llama", "muon", "fp32", [Shape(2, 0), Shape(4, 2, 2, "whole"), Shape(3, 1, 1, "whole")]),
         ("resnet", "adamw", "fp64", [Shape(3, 3, 1, "whole"), Shape(3, 1, 3), Shape(4, 2, 2)]),
     ],
     ids=lambda value: None if isinstance(value, list) else value,
@@ -60,10 +67,11 @@ def test_family_equals_one_device(
 
 @pytest.mark.parity
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("subject", list(SUBJECTS))
 def test_whole_family_equals_one_device(ranks: Any, subject: str, optimizer: str, precision: str) -> None:
-    check(ranks, subject, optimizer, precision, ALL_SHAPES)
+    holds_whole = [s for s in ALL_SHAPES if s.ownership == "whole" or s.copies == s.world]
+    check(ranks, subject, optimizer, precision, holds_whole if optimizer == "muon" else ALL_SHAPES)
 
 
 def no_sum_over_copies(rank: CandidateRank) -> None:

@@ -158,9 +158,19 @@ def test_storage_at_four_moments(ranks, policy: str, world: int, options: dict[s
 
 
 def _train_family(mesh: Any, policy: str, copies: int, options: dict[str, Any]) -> dict[str, Any]:
-    return _train(mesh, policy, 2, copies=copies, ownership="whole", **options) | {
-        "index": mesh.rank % (mesh.world.size // copies)
-    }
+    result = _train(mesh, policy, 2, copies=copies, ownership="whole", **options)
+    spec = OptimizerSpec("muon", lr=0.01)
+    state = make_state(mesh, GPT(CONFIG), policy, spec, copies=copies, ownership="whole")
+    train_step(
+        state,
+        lambda k: _batch(mesh.rank, k),
+        loss=language_model_loss,
+        num_microbatches=1,
+        lr=spec.lr,
+        clip_norm=None,
+    )
+    index = mesh.rank % (mesh.world.size // copies)
+    return result | {"index": index, "muon": (state.optimizer.state_bytes(), state.engine.units)}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +187,8 @@ def test_storage_of_whole_owners_and_copies(
             held = _without_communication(result["seen"][moment])
             assert held == _as_numbers(memory_bytes(row, units, index=index, offload=offload)), moment
         assert result["optimizer"] == optimizer_bytes(row, units, optimizer="adamw", index=index)
+        held, muon_units = result["muon"]
+        assert held == optimizer_bytes(row, muon_units, optimizer="muon", index=index)
 
 
 @pytest.mark.parametrize("options", [{}, BF16, OFFLOAD], ids=["fp32", "bf16", "offload"])

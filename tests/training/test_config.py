@@ -158,7 +158,7 @@ stages = [
         "E101 run.toml:6  'parallel.tensor_parallel_degree' is torchtitan's name. Here: plan.tp",
         "E101 command line  unknown key 'data.seed'. Did you mean 'train.seed'?",
         'E102 run.toml:3  train.stop_at = "20G": no unit. Write "20B tokens", "5000 steps", "2 epochs" or "6h".',
-        "E109 run.toml:4  train.optimizer.name = \"adamv\": must be 'adamw', 'adam' or 'sgd'. "
+        "E109 run.toml:4  train.optimizer.name = \"adamv\": must be 'adamw', 'adam', 'sgd' or 'muon'. "
         "Did you mean 'adam'?",
         "E109 command line  train.optimizer.betas = [0.9, 1.0]: both betas lie in [0, 1), e.g. [0.9, 0.95]",
         "E109 run.toml:9  plan.zero = 7: must be 0, 1, 2 or 3",

@@ -37,7 +37,7 @@ def test_it_is_the_plain_loop(job, tmp_path):
         ]
         for step in (1, 2)
     ]
-    optimizer = plain_optimizer(task.model.parameters(), job.config.train.optimizer)
+    optimizer = plain_optimizer(dict(task.model.named_parameters()), job.config.train.optimizer)
     trace = run_plain(task.model, task.loss, steps, optimizer=optimizer, clip_norm=reference.clip_norm)
     assert reference.losses == pytest.approx(trace.losses, rel=1e-14)
     by_key = {item.key: item for item in reference.recorded}
