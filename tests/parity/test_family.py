@@ -55,6 +55,7 @@ def check(ranks: Any, subject: str, optimizer: str, precision: str, shapes: list
             [Shape(3, 0), Shape(3, 3, 1, "whole"), Shape(4, 1, 2, "whole"), Shape(2, 2, 2)],
         ),
         ("llama", "muon", "fp32", [Shape(2, 0), Shape(4, 2, 2, "whole"), Shape(3, 1, 1, "whole")]),
+        ("gpt", "muon", "bf16", [Shape(4, 3, 2, "whole")]),
         ("resnet", "adamw", "fp64", [Shape(3, 3, 1, "whole"), Shape(3, 1, 3), Shape(4, 2, 2)]),
     ],
     ids=lambda value: None if isinstance(value, list) else value,
