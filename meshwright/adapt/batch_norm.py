@@ -1,13 +1,14 @@
 """Batch normalisation whose statistics are those of the global micro-step, on CPUs and GPUs.
 
 Every plain BatchNorm1d, 2d, 3d and SyncBatchNorm of a model normalises, in training, by the mean and variance over the
-samples of all data ranks, however unevenly they are spread; one all-reduce forward and one backward. Running
-statistics change once a forward, and not again when backward recomputes it. In evaluation
+samples of all data ranks, however unevenly they are spread; one all-reduce forward (two for float64) and one
+backward. Running statistics change once a forward, and not again when backward recomputes it. In evaluation
 mode torch's own code runs.
 
 [Note: one sum] Each rank sends (sum, sum of squares, count) per channel, in float64: they are made from the local
 mean and centred squares, so that what cancels afterwards cancels in float64 only. A float32 variance is good to
-1e-7 while |mean| < 1e4 x deviation.
+1e-7 while |mean| < 1e4 x deviation. A float64 input has no digits to spare: its mean is agreed first, and then the
+squares around it.
 
 Limits: every rank must run the same layers in the same order; no double backward on several ranks.
 """
@@ -123,15 +124,33 @@ def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
     return mean, var, x.numel() // x.shape[1]
 
 
+def num_sums(x: Tensor) -> int:
+    """All-reduces that the forward of an input takes on several ranks; see [Note: one sum]."""
+    return 2 if x.dtype == torch.float64 else 1
+
+
 def _global_statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance `(C,)` float64 over all ranks, and elements per channel `()`; see [Note: one sum]."""
     mean, var, count = _local_statistics(x)
-    mean, var = mean.double(), var.double()
-    sums = torch.cat([mean * count, (var + mean * mean) * count, mean.new_full((1,), count)])
+    mean, var, counts = mean.double(), var.double(), mean.new_full((1,), count, dtype=torch.float64)
+    if num_sums(x) == 2:
+        return _two_sums(mean, var, counts, group)
+    sums = torch.cat([mean * count, (var + mean * mean) * count, counts])
     ops.all_reduce(sums, group, cause="batch statistics").wait()
     total = sums[-1]
     mean, square = (sums[:-1] / total).chunk(2)
     return mean, (square - mean * mean).clamp_min_(0.0), total
+
+
+def _two_sums(mean: Tensor, var: Tensor, count: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in two all-reduces, without cancellation."""
+    sums = torch.cat([mean * count, count])
+    ops.all_reduce(sums, group, cause="batch means").wait()
+    total = sums[-1]
+    global_mean = sums[:-1] / total
+    squares = (var + (mean - global_mean).square()) * count
+    ops.all_reduce(squares, group, cause="batch statistics").wait()
+    return global_mean, squares / total, total
 
 
 class _SyncedNorm(torch.autograd.Function):

@@ -29,7 +29,8 @@ class _LinearInto(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lend: Lend) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.lend = lend
-        return F.linear(x, weight, bias)
+        # Of more than two dims it is a view, which autograd lets nobody change in place; `.data` is none.
+        return F.linear(x, weight, bias).data
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

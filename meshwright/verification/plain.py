@@ -137,6 +137,15 @@ class PlainRun:
         """What every forward and backward so far used, in order."""
         return tuple(self._uses.seen)
 
+    def nudge(self, seed: int) -> None:
+        """Move every weight by about one rounding error, up or down at random."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self._masters.parameters.values():
+                signs = torch.randint(2, parameter.shape, generator=generator).to(parameter.dtype) * 2 - 1
+                parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+            self._masters.publish()
+
     def train(self, clip_norm: float | None = None) -> None:
         """All steps. `clip_norm` is the limit; None chooses it (see [Note: clip])."""
         chooses = clip_norm is None and self.clip_norm is not None

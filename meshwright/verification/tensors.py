@@ -9,8 +9,8 @@ Two rules judge a tensor, and it must keep both:
   times what mere reordering does there.
 
 [Note: limits] In float64 the limits are 1e-12 and 1e-9, so one element off by 1e-8 of the largest magnitude of its
-tensor is always seen. Both are raised to `NOISE_FACTOR` times what reordering the samples does on one device, if that
-is more; in float32 that measurement alone sets them.
+tensor is always seen. Both are raised to `NOISE_FACTOR` times what reordering the samples and nudging the weights by a
+rounding error does on one device, if that is more; in float32 that measurement alone sets them.
 """
 
 from __future__ import annotations
@@ -132,25 +132,25 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Noise:
-    """What reordering did to the tensors of one check on one device, by the measures of `Tolerance`."""
+    """What another way to compute the tensors of one check did to them, by the measures of `Tolerance`."""
 
     norm: float = 0.0
     element: float = 0.0
     module: float = 0.0
 
 
-def tolerance(precision: str, noise: Noise) -> Tolerance:
+def tolerance(precision: str, *noises: Noise) -> Tolerance:
     """The limits of one check; see [Note: limits].
 
     Args:
         precision: `fp64` or `fp32`.
-        noise: measured in the same call.
+        noises: measured in the same call; the largest counts.
     """
     eps = EPS[precision]
     return Tolerance(
-        norm=max(_NORM_LIMIT[precision], NOISE_FACTOR * noise.norm),
-        element=max(_ELEMENT_LIMIT[precision], NOISE_FACTOR * noise.element),
-        module=max(_MODULE_EPS * eps, NOISE_FACTOR * noise.module),
+        norm=max(_NORM_LIMIT[precision], *(NOISE_FACTOR * noise.norm for noise in noises)),
+        element=max(_ELEMENT_LIMIT[precision], *(NOISE_FACTOR * noise.element for noise in noises)),
+        module=max(_MODULE_EPS * eps, *(NOISE_FACTOR * noise.module for noise in noises)),
         eps=eps,
     )
 

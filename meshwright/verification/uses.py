@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.adapt.batch_norm import find_batch_norms
+from meshwright.adapt.batch_norm import find_batch_norms, num_sums
 from meshwright.layout.uses import UnitUses
 from meshwright.sharding.gatherer import tensors_in
 from meshwright.sharding.units import find_units
@@ -85,8 +85,8 @@ class UseObserver:
         self._places.add(place)
         return is_new
 
-    def _before_statistics(self, module: nn.Module, _args: Any) -> None:
-        self._num_statistics += module.training
+    def _before_statistics(self, module: nn.Module, args: Any) -> None:
+        self._num_statistics += num_sums(args[0]) if module.training else 0
 
     def _after_statistics(self, module: nn.Module, args: Any, output: Tensor) -> None:
         if module.training and output.requires_grad and args[0].requires_grad:

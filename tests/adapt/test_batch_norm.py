@@ -109,7 +109,7 @@ def test_uneven_ranks_compute_what_one_device_does(
         for buffer, value in expected["buffers"].items():
             torch.testing.assert_close(rank["buffers"][buffer], value, **close)
     if world > 1:
-        step = ["batch statistics"] * (2 if recompute else 1) + ["batch statistics gradient"]
+        step = ["batch means", "batch statistics"] * (2 if recompute else 1) + ["batch statistics gradient"]
         assert held[0]["calls"] == step * 3
 
 
@@ -157,20 +157,28 @@ def test_frozen_weights_and_evaluation(ranks) -> None:
     assert all(unchanged for *_, unchanged in held)
 
 
-def _far_from_zero(mesh: Any) -> Tensor:
+def _far_from_zero(mesh: Any, dtype: torch.dtype, mean: float) -> tuple[Tensor, int]:
     group = mesh.group("dp")
-    layer = nn.BatchNorm1d(1, affine=False)
+    layer = nn.BatchNorm1d(1, affine=False, eps=0.0).to(dtype)
     batch_norm.install(layer, group)
     rows = even_part(BATCH, group.size, group.index)
-    y = layer((torch.arange(float(BATCH)) + 10_000)[rows.start : rows.stop, None])
+    x = (torch.arange(float(BATCH), dtype=dtype) + mean)[rows.start : rows.stop, None]
+    y = layer(x)
+    assert group.log.calls["all_reduce", "dp"] == batch_norm.num_sums(x)
     ops.barrier(group, cause="end of test")
-    return y
+    return y, batch_norm.num_sums(x)
 
 
-def test_a_large_mean_does_not_cancel_the_variance(ranks) -> None:
-    y = torch.cat(ranks.run(_far_from_zero, 2))[:, 0]
-    exact = (torch.arange(float(BATCH)) - 4.5) / 8.25**0.5
-    torch.testing.assert_close(y, exact, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize(
+    ("dtype", "mean", "error", "sums"),
+    [(torch.float32, 1e4, 1e-3, 1), (torch.float64, 1e4, 1e-12, 2), (torch.float64, 1e7, 1e-9, 2)],
+)
+def test_a_large_mean_does_not_cancel_the_variance(ranks, dtype, mean, error, sums) -> None:
+    held = ranks.run(_far_from_zero, 2, dtype, mean)
+    y = torch.cat([values for values, _ in held])[:, 0]
+    exact = (torch.arange(float(BATCH), dtype=dtype) - 4.5) / 8.25**0.5
+    torch.testing.assert_close(y, exact, rtol=error, atol=error)
+    assert {number for _, number in held} == {sums}
 
 
 def _refused(mesh: Any) -> list[str]:

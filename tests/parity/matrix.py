@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 from meshwright.testing.ranks import RankError, RankPool
+from tests.parity import report
 from tests.parity.harness import Case, candidate, compare, reference
 from tests.parity.test_data_parallel import FACTORS
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def main() -> int:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    work = ROOT / "parity-work" / f"{commit}.jsonl"
+    commit = report.commit()
+    work = report.ROOT / "parity-work" / f"{commit}.jsonl"
     work.parent.mkdir(exist_ok=True)
     done = {}
     if work.exists():
@@ -43,7 +38,7 @@ def main() -> int:
         if not row["ok"] or number % 50 == 0:
             print(f"{number + 1}/{len(cases)} {time.monotonic() - started:.0f} s {row}", flush=True)
     pool.close()
-    (ROOT / "docs" / "parity.md").write_text(table(commit, cases, done))
+    report.write_section(table(commit, cases, done))
     print(f"{len(done)} of {len(cases)} cases equal one process; docs/parity.md written")
     return 1 if failures else 0
 

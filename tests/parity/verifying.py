@@ -97,13 +97,23 @@ class Verifier:
             timeout: seconds.
         """
         started = time.perf_counter()
-        job = replace(prepared.job, inject=inject, plan=plan or prepared.job.plan)
-        size = job.plan.mesh.world_size
-        reports: list[RankReport] = self._pool.run(
-            _candidate, size, job, prepared.reference, prepared.path, timeout=timeout
-        )
+        reports = self.measure(prepared, inject, plan=plan, timeout=timeout)
+        job = replace(prepared.job, plan=plan or prepared.job.plan)
         seconds = time.perf_counter() - started
         return result_of(job, prepared.reference, reports, model="on warm ranks", seconds=seconds)
+
+    def measure(
+        self,
+        prepared: Prepared,
+        inject: Inject | None = None,
+        *,
+        plan: TrainPlan | None = None,
+        timeout: float = 60.0,
+    ) -> list[RankReport]:
+        """Run the candidate only; arguments as of `run`."""
+        job = replace(prepared.job, inject=inject, plan=plan or prepared.job.plan)
+        size = job.plan.mesh.world_size
+        return self._pool.run(_candidate, size, job, prepared.reference, prepared.path, timeout=timeout)
 
 
 def _reference(_mesh: Any, job: VerifyJob, path: Path) -> Reference:

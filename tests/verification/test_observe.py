@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -52,6 +53,16 @@ def test_an_output_of_chosen_samples_has_no_rows_for_all():
     assert rows["first"] == Rows(0)
     assert rows["(model)"] == rows["(model) output 1"] == Rows(0)
     assert "rare" not in rows
+
+
+def test_parts_that_are_too_small_for_a_layer():
+    """A normalisation without running statistics needs two samples also in evaluation: what ran before it counts."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 1))
+    x = torch.arange(6.0).view(2, 3)
+    rows = probe_rows(model, lambda m, batch: m(batch), lambda a, b: x[a:b], num_samples=2, seed=0)
+    assert rows == {"0": Rows(0)}
+    with pytest.raises(ValueError, match="more than 1 value"):  # the whole micro-step cannot run
+        probe_rows(model, lambda m, batch: m(batch), lambda a, b: x[:1], num_samples=1, seed=0)
 
 
 def test_a_probe_leaves_the_model_alone():
