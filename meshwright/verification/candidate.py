@@ -37,9 +37,11 @@ from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, train_step
 from meshwright.training.task import Task, check_same_model
 from meshwright.training.tree import cast_batch
+from meshwright.verification.contributions import Contributions
 from meshwright.verification.job import RankReport, Reference, Samples, VerifyJob
 from meshwright.verification.observe import ModuleObserver
 from meshwright.verification.rank import CandidateRank
+from meshwright.verification.sources import GradientSamples
 from meshwright.verification.store import Comparer
 from meshwright.verification.subject import WatchedData, make_subject, peak_memory, tensor_digest
 from meshwright.verification.tensors import Key
@@ -145,6 +147,8 @@ class _Candidate:
         self._digests: dict[Key, int] = {}
         self._copy_digests: dict[Key, int] = {}
         self._issued: list[dict[str, int]] = []
+        self._contributions = Contributions(self._names)
+        self._gradient_samples: dict[tuple[int, str], GradientSamples] = {}
         self._microbatch = 0
 
     def run(self) -> RankReport:
@@ -180,11 +184,13 @@ class _Candidate:
             declared=self._declared(),
             broken_ties=tuple(names for names in self._reference.ties if not self._is_tied(names)),
             peak_memory_bytes=peak_memory(),
+            gradient_samples=self._gradient_samples,
         )
 
     def _step(self, step: int) -> StepResult:
         log = self._group.log
         log.reset_counters()
+        self._contributions.clear()
         result = train_step(
             self._rank.state,
             lambda microbatch: self._micro_batch(step, microbatch),
@@ -230,6 +236,9 @@ class _Candidate:
     def _compare_gradients(self, step: int, result: StepResult) -> None:
         """Gradients before clipping: what the shards hold was multiplied by the clip coefficient."""
         divisor = clip_coefficient(result.grad_norm, self._reference.clip_norm)
+        for name in self._names:
+            part = self._contributions.elements(name, result.scale / divisor)
+            self._gradient_samples[step, name] = GradientSamples(part, {}, {})
         for shard in self._rank.engine.shards:
             key = ("gradients", step, -1, shard.name)
             has_gradient = shard.parameter.grad is not None
@@ -238,6 +247,17 @@ class _Candidate:
                 self._comparer.report(key, f"only {whose} has a gradient")
             elif has_gradient:
                 self._comparer.compare(key, shard.gradient, start=shard.piece.start, divisor=divisor)
+                if self._comparer.stats[-1].num_wrong:
+                    self._sample_sum(key, shard, divisor)
+
+    def _sample_sum(self, key: Key, shard: ShardParameter, divisor: float) -> None:
+        """Keep some elements of a gradient that is wrong: they may say whose part of it is."""
+        part = self._gradient_samples[key[1], shard.name].part
+        piece, flat = shard.piece, shard.gradient.reshape(-1)
+        places = [place for place in part if piece.start <= place < piece.stop]
+        summed = {place: float(flat[place - piece.start]) / divisor for place in places}
+        expected = self._comparer.elements(key, places)
+        self._gradient_samples[key[1], shard.name] = GradientSamples(part, summed, expected)
 
     def _compare_optimizer(self, step: int) -> None:
         optimizer = self._rank.state.optimizer.torch_optimizer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.layout.plan import TrainPlan
 from meshwright.layout.uses import UnitUses
 from meshwright.training.config import RunConfig
+from meshwright.verification.sources import GradientSamples
 from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class RankReport:
         declared: the same as the plan declares it for what the reference used.
         broken_ties: groups of tied names that are no longer one tensor.
         peak_memory_bytes: of the process.
+        gradient_samples: step and parameter to a few elements of its gradient, before and after the reduction.
         copy_digests: parts of tensors that some ranks hold a copy of, which must be bitwise alike.
     """
 
@@ -123,4 +125,5 @@ class RankReport:
     declared: tuple[Mapping[str, int], ...]
     broken_ties: tuple[tuple[str, ...], ...]
     peak_memory_bytes: int
+    gradient_samples: Mapping[tuple[int, str], GradientSamples]
     copy_digests: Mapping[Key, int] = field(default_factory=dict)

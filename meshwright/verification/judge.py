@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from meshwright.verification.job import RankReport, Reference
 from meshwright.verification.result import CHECK_NAMES, Check, Wrong
 from meshwright.verification.signatures import Facts, Sizes, guess
+from meshwright.verification.sources import find_source
 from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
 
 _CONSTANT_RATIO = 1e-6
+# Tensors whose error is looked at for one rank's part: of the first there may be too few elements.
+_MAX_SOURCES = 8
 _TENSOR_CHECKS = ("loss", "activations", "gradients", "grad_norm", "parameters", "optimizer", "buffers")
 
 
@@ -39,6 +42,7 @@ def judge(reference: Reference, ranks: Sequence[RankReport], sizes: Sizes) -> tu
     for wrong in unknown:
         findings[wrong.check].append(wrong)
     findings = {check: _with_causes(wrongs, findings, sizes) for check, wrongs in findings.items()}
+    findings["gradients"] = _with_source(findings["gradients"], ranks)
     compared = {
         "data": sum(len(samples) for samples in reference.samples.values()),
         "replicas": len({key for report in ranks for key in (*report.digests, *report.copy_digests)}),
@@ -74,6 +78,22 @@ def _with_causes(
         problem=first.problem,
     )
     return [replace(first, cause=guess(facts, sizes)), *rest]
+
+
+def _with_source(wrongs: list[Wrong], ranks: Sequence[RankReport]) -> list[Wrong]:
+    """Gradients that are wrong, the first with the rank whose part of the sum explains the first step's errors."""
+    if not wrongs:
+        return []
+    first, *rest = wrongs
+    for wrong in itertools.islice(wrongs, _MAX_SOURCES):
+        if wrong.step != first.step or wrong.ratio is not None:
+            continue  # a factor of the whole sum is no rank's
+        known = {r.rank: r.gradient_samples.get((wrong.step, wrong.name)) for r in ranks}
+        source = find_source({rank: samples for rank, samples in known.items() if samples is not None})
+        if source is not None:
+            cause = f"{source.describe()} {first.cause}".strip()
+            return [replace(first, cause=cause, source_rank=source.rank), *rest]
+    return wrongs
 
 
 def _tensor_check(

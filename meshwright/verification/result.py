@@ -53,6 +53,7 @@ class Wrong:
         place: which rows or samples, in words.
         problem: what is wrong where that is no number.
         cause: a guess.
+        source_rank: the rank whose part of a sum explains the error; None where that is unknown or no single one.
     """
 
     check: str
@@ -67,6 +68,7 @@ class Wrong:
     place: str = ""
     problem: str = ""
     cause: str = ""
+    source_rank: int | None = None
 
     @property
     def sort_key(self) -> tuple[int, int, int, int, str]:
@@ -157,6 +159,7 @@ def _wrong_json(wrong: Wrong | None) -> dict[str, Any] | None:
         "place": wrong.place,
         "problem": wrong.problem,
         "cause": wrong.cause,
+        "source_rank": wrong.source_rank,
         "text": wrong.describe(),
     }
 

@@ -7,7 +7,7 @@ reference than one tensor. Must not know what the tensors mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -181,6 +181,11 @@ class Comparer:
                 ratio_high=max(sums.ratios, default=-math.inf),
             )
         )
+
+    def elements(self, key: Key, places: Iterable[int]) -> dict[int, float]:
+        """These flat elements of the reference's tensor."""
+        flat = self._open(self._recorded[key]).reshape(-1)
+        return {place: float(flat[place]) for place in places}
 
     def report(self, key: Key, problem: str) -> None:
         """A finding that is not a number."""

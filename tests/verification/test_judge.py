@@ -63,6 +63,7 @@ def reports(change=lambda rank, stats: stats, **fields):
             "issued": ({"all_reduce": 2},),
             "declared": ({"all_reduce": 2},),
             "broken_ties": (),
+            "gradient_samples": {},
         }
         values |= {name: value[rank] for name, value in fields.items()}
         made.append(RankReport(rank=rank, peak_memory_bytes=1, **values))

@@ -124,6 +124,7 @@ def both(*injections):
 def test_one_ranks_gradient_twice():
     first = failing(faults.twice_on_rank_1).first_wrong
     assert (first.check, first.step, first.name) == ("gradients", 1, "head.bias")
+    assert first.cause.startswith("Rank 1's part is in the sum 2 times, and every other rank's once. ")
     assert "Loss right, gradients wrong" in first.cause
 
 
