@@ -344,6 +344,13 @@ CATALOGUE = (
         "The message names what is missing: a policy, several micro-steps, tied weights, another fault.",
     ),
     CodeEntry(
+        "E804",
+        "native dropout under verify",
+        'With train.dropout = "native" a model that drops elements drops others on another number of ranks, so there '
+        "is nothing that one device could compute for comparison.",
+        'Set train.dropout = "stateless", the default; or verify one rank.',
+    ),
+    CodeEntry(
         "W101",
         "a setting has no effect",
         "A key was set that the chosen optimizer, schedule or packing never reads.",

@@ -35,6 +35,7 @@ from meshwright.verification.store import Comparer, Recorder
 from meshwright.verification.subject import (
     WatchedData,
     batch_of,
+    check_masks,
     check_same_build,
     check_same_loss,
     draws_random_numbers,
@@ -61,11 +62,13 @@ def run_reference(job: VerifyJob, path: Path) -> Reference:
     """Train on this process alone, record into the file `path`, and measure the noise of reordering.
 
     Raises:
-        ConfigError: E801, E802, and what building the model raises.
+        ConfigError: E801, E802, E804, and what building the model raises.
         NumericsError: E601 when the reference itself is not finite.
     """
     check_same_build(job)
     subject = _inspect(job)
+    if subject.is_random:
+        check_masks(job)
     recorded, outcome = _record(job, path, subject)
     gc.collect()  # hooks refer to their model in circles, and a second one is trained now
     tolerances = measure_noise(

@@ -1,6 +1,6 @@
 """The model, loss and data under comparison, and the tests that they are functions of their inputs alone.
 
-Owns E801 and E802. Must not know the engine.
+Owns E801, E802 and E804. Must not know the engine.
 """
 
 from __future__ import annotations
@@ -172,6 +172,18 @@ def check_same_loss(model: nn.Module, loss: Loss, batch: Any, *, job: VerifyJob)
         f"{second_count:g}: it is no function of (model, batch). Randomness must come from torch's generator; no "
         f"time, no counter outside the model, no numpy or random without a seed.",
     )
+
+
+def check_masks(job: VerifyJob) -> None:
+    """Raise E804 where a model that drops elements would drop others on several ranks."""
+    num_ranks = job.plan.mesh.dp
+    if job.config.train.dropout == "native" and num_ranks > 1:
+        raise ConfigError(
+            "E804",
+            f'train.dropout = "native" on {num_ranks} ranks, and the model draws random numbers: each rank draws masks '
+            f"for its own rows, so no device computes the same alone. Verify one rank (--processes 1), or set "
+            f'train.dropout = "stateless".',
+        )
 
 
 def draws_random_numbers(model: nn.Module, loss: Loss, batch: Any) -> bool:

@@ -93,6 +93,67 @@ def test_the_plan_of_a_run_folder(tmp_path):
     assert "zero1x2 · micro 2 x accumulate 2" in result.stdout
 
 
+BAD_MODULE = """
+import random, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Data:
+    def __len__(self):
+        return 30
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x, torch.tensor(-100 if index % 5 == 3 else index % 2)
+
+def model(dropout=0.0):
+    return nn.Sequential(nn.Linear(4, 9), nn.Dropout(dropout), nn.Linear(9, 2))
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), (batch[1] != -100).sum()
+
+def mean(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+def noisy(model, batch):
+    total, count = loss(model, batch)
+    return total * (1 + random.SystemRandom().random()), count
+
+def changing_build():
+    made = model()
+    with torch.no_grad():
+        made[0].bias.fill_(time.perf_counter())
+    return made, loss, Data()
+
+def noisy_loss():
+    return model(), noisy, Data()
+
+def bare_scalar():
+    return model(), mean, Data()
+
+def dropping():
+    return model(0.3), loss, Data()
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "text"),
+    [
+        ("changing_build", "", r"E801 two builds .* first in '0\.bias' \(1 of 4"),
+        ("noisy_loss", "", "E802 the loss of one batch on equal models is"),
+        ("bare_scalar", "", r"E112 .* return \(sum, count\)"),
+        ("dropping", '[train]\ndropout = "native"', 'E804 train.dropout = "native" on 2 ranks'),
+    ],
+)
+def test_models_that_cannot_be_compared(function, more, text, tmp_path):
+    """The same errors as from Python, through the worker that meets them."""
+    (tmp_path / "bad_module.py").write_text(BAD_MODULE)
+    (tmp_path / "bad.toml").write_text(f'[model]\nsource = "py:bad_module:{function}"\n{more}\n')
+    error = invoke("bad.toml", "-n", "2").exception
+    assert isinstance(error, ConfigError)
+    assert re.search(text, str(error), re.IGNORECASE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [

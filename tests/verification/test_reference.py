@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from meshwright.errors import ConfigError
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.testing.reference import run_reference as run_plain
 from meshwright.training.config import load_config
@@ -14,7 +15,7 @@ from meshwright.verification.plain import (
 )
 from meshwright.verification.reference import run_reference
 from meshwright.verification.subject import batch_of, make_subject
-from tests.verification.models import Net, Rows, loss_of_labels
+from tests.verification.models import Net, Noisy, Rows, loss_of_labels
 
 
 @pytest.fixture
@@ -93,3 +94,20 @@ def test_orders_hold_every_sample_once():
         for size in (1, 2, 5):
             assert sorted(i for part in order(range(size)) for i in part) == list(range(size))
     assert [list(part) for part in reversed_halves(range(5))] == [[4, 3, 2], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("dropout", "ranks", "outcome"), [("native", 2, "E804"), ("native", 1, ""), ("stateless", 2, "")]
+)
+def test_native_dropout_on_several_ranks_is_refused(dropout, ranks, outcome, tmp_path):
+    config = load_config(None, ["plan.precision=fp64", f"train.dropout={dropout}"]).config
+    plan = make_plan(PlanRequest(micro_batch=4 // ranks, precision="fp64"), world_size=ranks, global_batch=4)
+    job = VerifyJob(config, plan, 1, Functions(lambda: Noisy(normalises=False), loss_of_labels, Rows()))
+    if not outcome:
+        assert run_reference(job, tmp_path / "file").losses
+        return
+    with pytest.raises(ConfigError, match=f'{outcome} train.dropout = "native" on 2 ranks') as caught:
+        run_reference(job, tmp_path / "file")
+    assert "--processes 1" in str(caught.value)
+    still = VerifyJob(config, plan, 1, Functions(Net, loss_of_labels, Rows()))  # nothing is drawn
+    assert run_reference(still, tmp_path / "file").losses
