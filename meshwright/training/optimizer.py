@@ -121,6 +121,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, spec: OptimizerSpec, shards: Sequence[ShardParameter]) -> None:
+        self.name = spec.name
         self.shards = list(shards)
         self.torch_optimizer: torch.optim.Optimizer | None = None
         if self.shards and spec.name == "muon":

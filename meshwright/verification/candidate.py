@@ -73,7 +73,9 @@ def measure_rank(job: VerifyJob, reference: Reference, path: Path, *, groups: Da
     return _Candidate(job, reference, path, groups=groups).run()
 
 
-def build_rank(job: VerifyJob, task: Task, groups: DataGroups) -> CandidateRank:
+def build_rank(
+    job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: float | None
+) -> CandidateRank:
     """The product path from a task to a state that can be trained."""
     plan, chosen, group = job.plan, job.config.train.optimizer, groups.all
     check_same_model(task.model, group)
@@ -107,6 +109,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups) -> CandidateRank:
         batches=Batches(task.train_data, geometry, seed=job.config.train.seed),
         loss=task.loss,
         num_microbatches=plan.num_microbatches,
+        clip_norm=clip_norm,
     )
 
 
@@ -132,7 +135,7 @@ class _Candidate:
         task = make_subject(job)
         self._names = dict(task.model.named_parameters())
         self._data = WatchedData(task.train_data)
-        self._rank = build_rank(job, task, groups)
+        self._rank = build_rank(job, task, groups, clip_norm=reference.clip_norm)
         self._rank.batches.dataset = self._data
         self._rank.engine.model.train()
         if job.inject is not None:  # before the observer, whose hooks must see what a fault does to an output
@@ -149,6 +152,7 @@ class _Candidate:
         self._issued: list[dict[str, int]] = []
         self._contributions = Contributions(self._names)
         self._gradient_samples: dict[tuple[int, str], GradientSamples] = {}
+        self._broken_ties: dict[tuple[str, ...], int] = {}
         self._microbatch = 0
 
     def run(self) -> RankReport:
@@ -162,16 +166,15 @@ class _Candidate:
                 loss=self._rank.loss,
                 num_microbatches=self._rank.num_microbatches,
             )
-        self._compare_parameters(0)
+        self._compare_state(0)
         for step in range(1, self._job.steps + 1):
             result = self._step(step)
             if not result.applied:
                 break
             self._compare_gradients(step, result)
-            self._compare_parameters(step)
+            self._compare_state(step)
             for name, buffer in self._rank.engine.model.named_buffers():
                 self._comparer.compare(("buffers", step, -1, name), buffer)
-            self._digest_replicas(step)
         else:
             self._compare_optimizer(self._job.steps)
         return RankReport(
@@ -182,7 +185,7 @@ class _Candidate:
             copy_digests=self._copy_digests,
             issued=tuple(self._issued),
             declared=self._declared(),
-            broken_ties=tuple(names for names in self._reference.ties if not self._is_tied(names)),
+            broken_ties=self._broken_ties,
             peak_memory_bytes=peak_memory(),
             gradient_samples=self._gradient_samples,
         )
@@ -197,7 +200,7 @@ class _Candidate:
             loss=self._observed_loss,
             num_microbatches=self._rank.num_microbatches,
             lr=self._job.config.train.optimizer.lr,
-            clip_norm=self._reference.clip_norm,
+            clip_norm=self._rank.clip_norm,
         )
         self._issued.append({_call_name(op, axis): count for (op, axis), count in log.calls.items()})
         for check, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
@@ -269,9 +272,14 @@ class _Candidate:
                     self._comparer.compare(key, value, start=shard.piece.start if value.dim() else 0)
                     self._digest_part(key, shard, value)
 
-    def _compare_parameters(self, step: int) -> None:
+    def _compare_state(self, step: int) -> None:
+        """What a step leaves, and what the first one finds: parameters, replicas and ties."""
         for name, start, piece in self._parameter_pieces():
             self._comparer.compare(("parameters", step, -1, name), piece, start=start)
+        self._digest_replicas(step)
+        for names in self._reference.ties:
+            if not self._is_tied(names):
+                self._broken_ties.setdefault(names, step)
 
     def _parameter_pieces(self) -> Iterator[tuple[str, int, Tensor]]:
         """(name, first flat element, values) of everything this rank owns, frozen parameters included."""
@@ -307,7 +315,8 @@ class _Candidate:
         for name, buffer in engine.model.named_buffers():
             self._digests["buffers", step, -1, name] = tensor_digest(buffer)
         for shard in engine.shards:
-            self._digest_part(("gradients", step, -1, shard.name), shard, shard.gradient)
+            if step:  # before there are none
+                self._digest_part(("gradients", step, -1, shard.name), shard, shard.gradient)
             if engine.policy.shards_optimizer:
                 self._digest_part(("parameters", step, -1, shard.name), shard, shard.parameter)
 

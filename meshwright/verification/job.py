@@ -111,7 +111,7 @@ class RankReport:
         digests: tensors that every rank must hold bitwise alike; check, step, -1 and name to a checksum.
         issued: collectives of each step by operation.
         declared: the same as the plan declares it for what the reference used.
-        broken_ties: groups of tied names that are no longer one tensor.
+        broken_ties: groups of tied names that are no longer one tensor, with the step that first found them so.
         peak_memory_bytes: of the process.
         gradient_samples: step and parameter to a few elements of its gradient, before and after the reduction.
         copy_digests: parts of tensors that some ranks hold a copy of, which must be bitwise alike.
@@ -123,7 +123,7 @@ class RankReport:
     digests: Mapping[Key, int]
     issued: tuple[Mapping[str, int], ...]
     declared: tuple[Mapping[str, int], ...]
-    broken_ties: tuple[tuple[str, ...], ...]
+    broken_ties: Mapping[tuple[str, ...], int]
     peak_memory_bytes: int
     gradient_samples: Mapping[tuple[int, str], GradientSamples]
     copy_digests: Mapping[Key, int] = field(default_factory=dict)

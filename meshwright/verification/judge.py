@@ -33,7 +33,7 @@ def judge(reference: Reference, ranks: Sequence[RankReport], sizes: Sizes) -> tu
     findings = {
         "data": _data_wrongs(reference, ranks),
         "replicas": _replica_wrongs(ranks),
-        "ties": _tie_wrongs(ranks, sizes),
+        "ties": _tie_wrongs(ranks),
         "counts": _count_wrongs(ranks),
     }
     verdicts = _verdicts(reference, ranks)
@@ -76,6 +76,8 @@ def _with_causes(
             check for check, found in findings.items() if any(wrong.step == first.step for wrong in found)
         ),
         problem=first.problem,
+        is_one_number=first.is_one_number,
+        is_alone=sum(wrong.step == first.step for wrong in wrongs) == 1,
     )
     return [replace(first, cause=guess(facts, sizes)), *rest]
 
@@ -178,6 +180,7 @@ def _verdict(item: Recorded, pieces: Sequence[PieceStats], tolerance: Tolerance,
         ratio=_constant_ratio(bad),
         share=num_wrong / max(1, numel),
         place=_place(item, bad, num_wrong, numel),
+        is_one_number=item.numel == 1,
     )
     return _Verdict(item, relative, found)
 
@@ -326,13 +329,13 @@ def _unlike(key: Key, digests: Mapping[int, int | None]) -> list[Wrong]:
     return [Wrong("replicas", name, step, microbatch, ranks=odd, holders=tuple(digests), problem=text)]
 
 
-def _tie_wrongs(ranks: Sequence[RankReport], sizes: Sizes) -> list[Wrong]:
+def _tie_wrongs(ranks: Sequence[RankReport]) -> list[Wrong]:
     groups = dict.fromkeys(names for report in ranks for names in report.broken_ties)
     return [
         Wrong(
             "ties",
             " = ".join(names),
-            sizes.steps,
+            min(report.broken_ties[names] for report in ranks if names in report.broken_ties),
             ranks=tuple(report.rank for report in ranks if names in report.broken_ties),
             holders=tuple(report.rank for report in ranks),
             problem="no longer one tensor",

@@ -25,6 +25,7 @@ class CandidateRank:
         batches: this rank's samples by step and micro-step.
         loss: (model, batch) -> (sum, count).
         num_microbatches: micro-steps of a step; a fault may lower it on every rank.
+        clip_norm: limit of the gradient norm; None: no clipping.
     """
 
     rank: int
@@ -33,3 +34,4 @@ class CandidateRank:
     batches: Batches
     loss: Loss
     num_microbatches: int
+    clip_norm: float | None

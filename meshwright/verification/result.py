@@ -19,7 +19,6 @@ CHECK_NAMES = (
     "ties",
     "counts",
 )
-SCALAR_CHECKS = ("loss", "grad_norm")
 # Order in which one step makes what the checks look at.
 EXECUTION_ORDER = (
     "data",
@@ -54,6 +53,7 @@ class Wrong:
         problem: what is wrong where that is no number.
         cause: a guess.
         source_rank: the rank whose part of a sum explains the error; None where that is unknown or no single one.
+        is_one_number: the tensor has one element, which always has one ratio.
     """
 
     check: str
@@ -69,6 +69,7 @@ class Wrong:
     problem: str = ""
     cause: str = ""
     source_rank: int | None = None
+    is_one_number: bool = False
 
     @property
     def sort_key(self) -> tuple[int, int, int, int, str]:
@@ -86,7 +87,7 @@ class Wrong:
             who = " on every rank" if every else f" on rank {', '.join(map(str, self.ranks))}"
         how = self.problem
         if not how and self.ratio is not None:
-            exactly = "" if self.check in SCALAR_CHECKS else "exactly "  # one number always has one ratio
+            exactly = "" if self.is_one_number else "exactly "
             how = f"{exactly}{self.ratio:.4f} x reference"
         if not how:
             how = "differs from the reference"

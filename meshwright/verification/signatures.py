@@ -43,6 +43,8 @@ class Facts:
         failed: names of all checks that failed.
         same_step: names of checks that failed in the same step.
         problem: why nothing could be compared; empty else.
+        is_one_number: the tensor has one element, which always has one ratio.
+        is_alone: no other tensor of the check is wrong in the step.
     """
 
     check: str
@@ -54,6 +56,13 @@ class Facts:
     failed: frozenset[str]
     same_step: frozenset[str]
     problem: str = ""
+    is_one_number: bool = False
+    is_alone: bool = False
+
+    @property
+    def is_after_clipping(self) -> bool:
+        """Whether gradients are wrong whose norm is right."""
+        return self.check == "gradients" and "grad_norm" not in self.same_step
 
     @property
     def some_ranks(self) -> bool:
@@ -92,8 +101,10 @@ def _factor(facts: Facts, ratio: float, sizes: Sizes) -> str:
         inverse += [(math.sqrt(dp), "1/sqrt(dp)", "squares of some ranks' shards are missing.")]
     found = [item for item in names if item[0] > 1 and _same(ratio, item[0])]
     found += [item for item in inverse if item[0] > 1 and _same(ratio, 1 / item[0])]
-    if not found and facts.check in ("loss", "grad_norm"):
-        return ""  # one number always has one ratio
+    if not found and facts.is_one_number:
+        return ""
+    if not found and facts.is_after_clipping:
+        return ""
     if not found:
         known = f"dp {dp}, micro-steps {micro}"
         return f"{ratio:.6g} is one factor for all wrong elements, and none of this run's sizes ({known})."
@@ -138,7 +149,8 @@ _SIGNATURES = (
     Signature(
         lambda f, _s: f.check in ("activations", "loss") and f.step > 1,
         "Step 1 was right: the weights of this step are not the ones that step 1 should have left. A stale copy was "
-        "used or updated, or the updated weights did not reach every rank.",
+        "used or updated, the updated weights did not reach every rank, or the model runs in another mode or with the "
+        "first step's masks.",
     ),
     Signature(
         lambda f, _s: f.check == "activations" and f.some_ranks,
@@ -159,19 +171,27 @@ _SIGNATURES = (
     ),
     Signature(
         lambda f, _s: f.check == "gradients" and "replicas" in f.same_step,
-        "Replicas differ too: the gradient was not reduced over dp, so every rank keeps the one of its samples.",
+        "Replicas differ too: the gradient was not reduced over dp, or over a part of its ranks, so ranks keep the one "
+        "of their samples.",
     ),
     Signature(
         lambda f, _s: f.check == "gradients" and f.some_ranks,
         "Only some ranks' shards are wrong: their part of the reduction is missing, swapped or scaled.",
     ),
     Signature(
-        lambda f, _s: f.check == "gradients" and f.step > 1,
-        "Step 1 was right: something is carried over from it, such as gradients or a count that was not reset.",
+        lambda f, _s: f.is_after_clipping,
+        "The norm before clipping is right and what is left after it is not: clipped by another norm, e.g. per shard, "
+        "by none, or divided by another count; or shards of two ranks are in each other's place.",
     ),
     Signature(
-        lambda f, _s: f.check == "gradients" and "grad_norm" not in f.failed,
-        "The norm before clipping is right and what is left after it is not: clipped by another norm, e.g. per shard.",
+        lambda f, _s: f.check == "gradients" and f.is_alone,
+        "Only this parameter's gradient is wrong: one of its uses is missing, its layer's input was changed before "
+        "backward, or a micro-step overwrote the sum.",
+    ),
+    Signature(
+        lambda f, _s: f.check == "gradients" and f.step > 1,
+        "Step 1 was right: something is carried over from it, such as gradients or a count that was not reset, or a "
+        "reduction of this step is missing.",
     ),
     Signature(
         lambda f, _s: f.check == "gradients",
@@ -193,7 +213,8 @@ _SIGNATURES = (
     ),
     Signature(
         lambda f, _s: f.check == "buffers",
-        "Buffers follow the samples that a rank sees: statistics must be those of the global micro-step.",
+        "A buffer was lost or reset, or it follows the samples of one rank: statistics must be those of the global "
+        "micro-step, moved once.",
     ),
     Signature(
         lambda f, _s: f.check == "replicas",

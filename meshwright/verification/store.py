@@ -244,8 +244,13 @@ def _add_chunk(
     rows = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong
     places = rows.nonzero().flatten()
     sums.wrong_rows += [row + int(places[0]), row + int(places[-1])]
-    telling = wrong & (theirs.abs() > _RATIO_FLOOR * largest)
-    if bool(telling.any()):
+    floor = _RATIO_FLOOR * largest
+    telling = wrong & (theirs.abs() > floor)
+    if bool(
+        (wrong & (theirs == 0) & (ours.abs() > floor)).any()
+    ):  # something where nothing should be: no factor
+        sums.ratios += [-math.inf, math.inf]
+    elif bool(telling.any()):
         ratios = ours[telling] / theirs[telling]
         sums.ratios += [float(ratios.min()), float(ratios.max())]
 

@@ -83,8 +83,9 @@ class _Square(torch.autograd.Function):
 class Peculiar(nn.Module):
     """A custom autograd function, an in-place op, a branch on each sample's values, and two outputs in a dict."""
 
-    def __init__(self) -> None:
+    def __init__(self, branch_above: float = 1.0) -> None:
         super().__init__()
+        self.branch_above = branch_above
         self.first = nn.Linear(6, 10)
         self.relu = nn.ReLU(inplace=True)
         self.rare = nn.Linear(10, 10)
@@ -93,7 +94,7 @@ class Peculiar(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x = self.relu(self.first(inputs["x"]))
-        chosen = (inputs["x"][:, 0] > 1.0).nonzero().flatten()
+        chosen = (inputs["x"][:, 0] > self.branch_above).nonzero().flatten()
         if len(chosen):  # most ranks see no such sample
             x = x.index_add(0, chosen, self.rare(x[chosen]))
         x = _Square.apply(x)

@@ -62,8 +62,8 @@ def reports(change=lambda rank, stats: stats, **fields):
             "digests": {("parameters", 1, -1, "first.weight"): 5},
             "issued": ({"all_reduce": 2},),
             "declared": ({"all_reduce": 2},),
-            "broken_ties": (),
             "gradient_samples": {},
+            "broken_ties": {},
         }
         values |= {name: value[rank] for name, value in fields.items()}
         made.append(RankReport(rank=rank, peak_memory_bytes=1, **values))
@@ -180,8 +180,8 @@ def test_a_stream_that_repeats_a_sample():
 def test_what_must_be_equal():
     digests = [{("parameters", 1, -1, "first.weight"): 5 + rank} for rank in range(2)]
     assert result_of(reports(digests=digests)).first_wrong.check == "replicas"
-    ties = result_of(reports(broken_ties=[(("a", "b"),), ()])).first_wrong
-    assert (ties.check, ties.name, ties.ranks) == ("ties", "a = b", (0,))
+    ties = result_of(reports(broken_ties=[{("a", "b"): 1}, {("a", "b"): 0}])).first_wrong
+    assert (ties.check, ties.name, ties.step, ties.ranks) == ("ties", "a = b", 0, (0, 1))
     counts = result_of(reports(issued=[({"all_reduce": 2},), ({"all_reduce": 1},)])).first_wrong
     assert (counts.name, counts.ranks, counts.problem) == ("all_reduce", (1,), "1 issued, 2 declared")
 

@@ -5,7 +5,7 @@ from meshwright.verification.signatures import Facts, Sizes, guess
 SIZES = Sizes(dp=4, num_microbatches=3, steps=3, policy="ddp")
 
 
-def facts(check, *, ratio=None, step=1, ranks=(0, 1, 2, 3), failed=(), same_step=(), problem=""):
+def facts(check, *, ratio=None, step=1, ranks=(0, 1, 2, 3), failed=(), same_step=(), problem="", alone=False):
     return Facts(
         check=check,
         step=step,
@@ -16,6 +16,8 @@ def facts(check, *, ratio=None, step=1, ranks=(0, 1, 2, 3), failed=(), same_step
         failed=frozenset({check, *failed}),
         same_step=frozenset({check, *same_step}),
         problem=problem,
+        is_one_number=check in ("loss", "grad_norm"),
+        is_alone=alone,
     )
 
 
@@ -34,7 +36,7 @@ def facts(check, *, ratio=None, step=1, ranks=(0, 1, 2, 3), failed=(), same_step
     ],
 )
 def test_factors_are_named_by_the_runs_sizes(ratio, start):
-    assert guess(facts("gradients", ratio=ratio), SIZES).startswith(start)
+    assert guess(facts("gradients", ratio=ratio, same_step=("grad_norm",)), SIZES).startswith(start)
 
 
 def test_equal_sizes_are_both_named():
@@ -53,11 +55,13 @@ def test_equal_sizes_are_both_named():
         (facts("activations", ranks=(2,)), "Only some ranks' samples"),
         (facts("activations"), "The forward itself differs"),
         (facts("activations", problem="no rank computed it"), "never computed"),
-        (facts("gradients", same_step=("replicas",)), "not reduced over dp"),
-        (facts("gradients", ranks=(1,)), "Only some ranks' shards"),
-        (facts("gradients", step=3, failed=("grad_norm",)), "carried over"),
-        (facts("gradients"), "clipped by another norm"),
-        (facts("gradients", failed=("grad_norm",)), "a part of the batch is missing"),
+        (facts("gradients", same_step=("replicas", "grad_norm")), "not reduced over dp"),
+        (facts("gradients", ranks=(1,), same_step=("grad_norm",)), "Only some ranks' shards"),
+        (facts("gradients", step=3, same_step=("grad_norm",)), "carried over"),
+        (facts("gradients", failed=("grad_norm",)), "clipped by another norm"),
+        (facts("gradients", ratio=2.5), "clipped by another norm"),
+        (facts("gradients", same_step=("grad_norm",), alone=True), "one of its uses is missing"),
+        (facts("gradients", same_step=("grad_norm",)), "a part of the batch is missing"),
         (facts("gradients", problem="only the candidate has a gradient"), "used on one is used everywhere"),
         (facts("parameters", step=0), "first weights"),
         (facts("parameters", step=3), "the update is not"),

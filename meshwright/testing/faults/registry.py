@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from meshwright.errors import ConfigError
-from meshwright.testing.faults import reductions
+from meshwright.testing.faults import accumulation, forwards, norms, reductions, samples, updates
 from meshwright.testing.faults.silent import SilentFault, Site, draw_site
 from meshwright.verification.candidate import CandidateRank
 
-_ALL = (*reductions.FAULTS,)
+_ALL = (
+    *reductions.FAULTS,
+    *accumulation.FAULTS,
+    *norms.FAULTS,
+    *updates.FAULTS,
+    *forwards.FAULTS,
+    *samples.FAULTS,
+)
 SILENT: Mapping[str, SilentFault] = MappingProxyType({fault.name: fault for fault in _ALL})
 
 
@@ -24,11 +31,13 @@ class Injection:
         name: a name in `SILENT`.
         seed: of the site.
         steps: steps that are compared; `verify` compares 3 where it is not told.
+        inert: parameters that no gradient reaches, at which a fault changes nothing.
     """
 
     name: str
     seed: int = 0
     steps: int = 3
+    inert: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.name not in SILENT:
@@ -44,7 +53,7 @@ class Injection:
         Raises:
             ConfigError: E803 where plan or model do not meet the fault's needs.
         """
-        return draw_site(SILENT[self.name], candidate, seed=self.seed, steps=self.steps)
+        return draw_site(SILENT[self.name], candidate, seed=self.seed, steps=self.steps, inert=self.inert)
 
     def __call__(self, candidate: CandidateRank) -> None:
         """Commit it on this rank; raises as `site`."""

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from torch import nn
+
+from meshwright.adapt.batch_norm import BatchNorm
 from meshwright.errors import ConfigError
 from meshwright.verification.candidate import CandidateRank
 
@@ -100,15 +103,73 @@ def _ranks(number: int) -> Callable[[CandidateRank], bool]:
     return lambda candidate: candidate.engine.group.size >= number
 
 
+def _any_module(test: Callable[[nn.Module], bool]) -> Callable[[CandidateRank], bool]:
+    return lambda candidate: any(test(module) for module in candidate.engine.model.modules())
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout) and module.p > 0
+
+
+def _normalises(module: nn.Module) -> bool:
+    return isinstance(module, BatchNorm)
+
+
+def _has_ties(candidate: CandidateRank) -> bool:
+    model = candidate.engine.model
+    return len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
+
+
+def _is_adam(candidate: CandidateRank) -> bool:
+    return candidate.state.optimizer.name in ("adam", "adamw")
+
+
+def _samples_of_each_rank(candidate: CandidateRank) -> int:
+    geometry = candidate.batches.geometry
+    return geometry.global_batch // geometry.num_microbatches // geometry.dp_size
+
+
 NEEDS: Mapping[str, Need] = MappingProxyType(
     {
         "2 ranks": Need("2 ranks", _ranks(2)),
+        "3 ranks": Need("3 ranks", _ranks(3)),
+        "2 samples": Need("2 samples a rank and micro-step", lambda c: _samples_of_each_rank(c) >= 2),
+        "micro-steps": Need("2 micro-steps", lambda c: c.num_microbatches >= 2),
         "ddp": Need("policy ddp", _policy("ddp")),
+        "optimizer shards": Need("policy zero1, zero2 or zero3", _policy("zero1", "zero2", "zero3")),
+        "gathered updates": Need("policy zero1 or zero2", _policy("zero1", "zero2")),
+        "gradient shards": Need("policy zero2 or zero3", _policy("zero2", "zero3")),
+        "whole gradients": Need("policy ddp or zero1", _policy("ddp", "zero1")),
+        "weight shards": Need("policy zero3", _policy("zero3")),
+        "whole weights": Need("policy ddp, zero1 or zero2", _policy("ddp", "zero1", "zero2")),
+        "adam": Need("optimizer adam or adamw", _is_adam),
+        "decoupled decay": Need("optimizer adamw", lambda c: c.state.optimizer.name == "adamw"),
+        "clipping": Need("a limit of the gradient norm", lambda c: c.clip_norm is not None),
+        "ties": Need("tied weights", _has_ties),
+        "buffers": Need("a buffer of real numbers"),
+        "frozen parameters": Need("a parameter that is not trained"),
+        "dropout": Need("dropout", _any_module(_drops)),
+        "no dropout": Need("no dropout", lambda c: not _any_module(_drops)(c)),
+        "batch normalisation": Need("batch normalisation", _any_module(_normalises)),
+        "modes differ": Need(
+            "dropout or batch normalisation", _any_module(lambda m: _drops(m) or _normalises(m))
+        ),
+        "causal attention": Need("attention with a causal mask"),
+        "sequences": Need("labels along a sequence"),
+        "unequal labels": Need("unequal numbers of ignored labels, in a batch that is a dict"),
+        "rare parameters": Need("parameters that only some ranks' samples use"),
     }
 )
 
 
-def draw_site(fault: SilentFault, candidate: CandidateRank, *, seed: int, steps: int) -> Site:
+def draw_site(
+    fault: SilentFault,
+    candidate: CandidateRank,
+    *,
+    seed: int,
+    steps: int,
+    inert: frozenset[str] = frozenset(),
+) -> Site:
     """A random site of `fault`: the same on every rank for the same seed.
 
     Args:
@@ -116,12 +177,14 @@ def draw_site(fault: SilentFault, candidate: CandidateRank, *, seed: int, steps:
         candidate: a rank before training.
         seed: of the draw.
         steps: how many steps are compared.
+        inert: parameters that no gradient reaches, at which a fault changes nothing.
 
     Raises:
         ConfigError: E803 where plan or model do not meet the fault's needs.
     """
     _check_needs(fault, candidate, steps)
-    places = fault.places(candidate)
+    found = fault.places(candidate)
+    places = [place for place in found if not place.tensors or not inert.issuperset(place.tensors)]
     if not places:
         raise ConfigError(
             "E803",
@@ -129,7 +192,7 @@ def draw_site(fault: SilentFault, candidate: CandidateRank, *, seed: int, steps:
             f"{candidate.engine.policy.name}. It needs {_words(fault)}.",
         )
     draw = random.Random(f"{fault.name} {seed}")
-    place = draw.choice(list(places))
+    place = draw.choice(places)
     ranks = candidate.engine.group.ranks
     rank = draw.choice(place.ranks or ranks)
     return Site(
@@ -157,8 +220,3 @@ def _check_needs(fault: SilentFault, candidate: CandidateRank, steps: int) -> No
 
 def _words(fault: SilentFault) -> str:
     return " and ".join(NEEDS[need].words for need in fault.needs) or "another model"
-
-
-def patch(owner: object, method: str, make: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
-    """Shadow `owner.method` by what `make` makes of it, on this instance only; its class keeps its own."""
-    vars(owner)[method] = make(getattr(owner, method))

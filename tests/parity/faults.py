@@ -1,0 +1,325 @@
+"""Every silent fault at several random sites through `verify`: is it caught, and is what is wrong named?
+
+`python -m tests.parity.faults` (part of `make parity`) runs them all and writes docs/faults.md. Plans, models and
+sites are drawn from a seed; a fault meets only plans and models that have what it breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.launching.verify import job_of
+from meshwright.layout.policy import POLICY_NAMES, find_policy
+from meshwright.mesh import MeshSpec
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.testing.faults.registry import SILENT, Injection
+from meshwright.testing.faults.silent import SilentFault, Site
+from meshwright.testing.ranks import RankError
+from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.job import Functions
+from meshwright.verification.result import VerifyResult, Wrong
+from tests.parity.verifying import Prepared, Verifier
+from tests.verification.models import Net, Noisy, Peculiar, Rows, loss_of_labels, two_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, GLOBAL_BATCH, SITES = 3, 20, 3
+SAMPLES = 43  # so that steps differ in valid labels, and one or two samples of a step take the branch
+BUCKET_BYTES = 4096  # so that small models have several
+# A gradient below this part of its module's is mathematically zero: the key's bias of an attention.
+NEGLIGIBLE = 1e-6
+
+
+class Tokens:
+    """Sequences of unequal numbers of valid labels."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = torch.randint(31, (8,), generator=torch.Generator().manual_seed(index))
+        labels = tokens[1:].clone()
+        labels[: index % 6] = -100
+        return {"tokens": tokens[:-1], "labels": labels}
+
+
+def make_gpt(dropout: float) -> GPT:
+    sizes = {"num_layers": 2, "dim": 24, "num_heads": 3, "ffn_dim": 53}
+    return GPT(GPTConfig(vocab_size=31, max_seq_len=7, dropout=dropout, **sizes))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with loss and data, and which needs of faults it meets."""
+
+    functions: Functions
+    has: frozenset[str]
+
+
+_LABELS = {"unequal labels", "2 samples"}
+_LANGUAGE = {*_LABELS, "ties", "causal attention", "sequences"}
+SUBJECTS = {
+    "gpt": Subject(
+        Functions(partial(make_gpt, 0.1), language_model_loss, Tokens()),
+        frozenset({*_LANGUAGE, "dropout", "modes differ"}),
+    ),
+    "gpt without dropout": Subject(
+        Functions(partial(make_gpt, 0.0), language_model_loss, Tokens()),
+        frozenset({*_LANGUAGE, "no dropout"}),
+    ),
+    "net": Subject(
+        Functions(Net, loss_of_labels, Rows(SAMPLES)),
+        frozenset({*_LABELS, "ties", "frozen parameters", "buffers", "no dropout"}),
+    ),
+    "batch norm": Subject(
+        Functions(partial(Noisy, normalises=True), loss_of_labels, Rows(SAMPLES)),
+        frozenset({*_LABELS, "batch normalisation", "buffers", "dropout", "modes differ"}),
+    ),
+    "branches": Subject(
+        Functions(partial(Peculiar, branch_above=1.5), two_losses, Rows(SAMPLES)),
+        frozenset({"2 samples", "rare parameters", "no dropout"}),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a plan."""
+
+    subject: str
+    policy: str
+    ranks: int
+    micro_steps: int
+    optimizer: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}, {self.policy}x{self.ranks}, {self.micro_steps} micro-steps, {self.optimizer}"
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """The needs of faults that it meets."""
+        sharded = self.policy != "ddp"
+        by_plan = {
+            "2 ranks": True,
+            "3 ranks": self.ranks >= 3,
+            "micro-steps": self.micro_steps >= 2,
+            "ddp": not sharded,
+            "optimizer shards": sharded,
+            "gathered updates": self.policy in ("zero1", "zero2"),
+            "gradient shards": self.policy in ("zero2", "zero3"),
+            "whole gradients": self.policy in ("ddp", "zero1"),
+            "weight shards": self.policy == "zero3",
+            "whole weights": self.policy != "zero3",
+            "adam": self.optimizer == "adamw",
+            "decoupled decay": self.optimizer == "adamw",
+            "clipping": True,
+        }
+        return SUBJECTS[self.subject].has | {need for need, met in by_plan.items() if met}
+
+
+CASES = tuple(
+    Case(subject, policy, ranks, micro_steps, optimizer)
+    for subject in SUBJECTS
+    for policy in POLICY_NAMES
+    for ranks in (2, 3, 4)
+    for micro_steps in (1, 2)
+    for optimizer in ("adamw", "sgd")
+)
+
+
+def cases_of(fault: SilentFault) -> list[Case]:
+    """All cases that have what the fault breaks, in an order drawn from its name."""
+    cases = [case for case in CASES if case.offers.issuperset(fault.needs)]
+    random.Random(fault.name).shuffle(cases)
+    return cases
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault at one site."""
+
+    fault: str
+    case: Case
+    site: Site
+    first: Wrong | None
+    step_1_loss_unchanged: bool
+    failed: tuple[str, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the first wrong check is one of the fault's, and the tensor one of the place's."""
+        tensors = self.site.place.tensors
+        if self.first is None or self.first.check not in SILENT[self.fault].expected:
+            return False
+        return not tensors or self.first.name.partition(" ")[0] in tensors
+
+    def describe(self) -> str:
+        place = f" at {self.site.place.name}" if self.site.place.name else ""
+        where = f"rank {self.site.rank}, step {self.site.step}{place}"
+        found = f"{self.first.check}: {self.first.describe()}" if self.first else "NOT CAUGHT"
+        return f"{self.fault} ({self.case}; {where}) -> {'' if self.is_right else 'WRONG '}{found}"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An injection whose first rank writes its site to a file."""
+
+    injection: Injection
+    path: Path
+
+    def __call__(self, candidate: CandidateRank) -> None:
+        if candidate.rank == 0:
+            self.path.write_bytes(pickle.dumps(self.injection.site(candidate)))
+        self.injection(candidate)
+
+
+@dataclass
+class Runner:
+    """Runs faults on warm ranks; one reference serves all plans of the same micro-steps and optimizer."""
+
+    verifier: Verifier
+    folder: Path
+    prepared: dict[tuple[str, int, str], Prepared] = field(default_factory=dict)
+
+    def trial(self, fault: str, case: Case, seed: int) -> Trial:
+        """One fault in one case, at the site of the seed; raises `RankError` where a rank raises."""
+        prepared = self._prepare(case)
+        path = self.folder / "site"
+        injection = Injection(fault, seed=seed, steps=STEPS, inert=_inert(prepared))
+        result = self.verifier.run(
+            prepared, Noted(injection, path), plan=self._plan(prepared, case), timeout=180.0
+        )
+        return _trial(fault, case, pickle.loads(path.read_bytes()), result)
+
+    def _plan(self, prepared: Prepared, case: Case) -> Any:
+        return replace(
+            prepared.job.plan,
+            mesh=MeshSpec.of(dp_shard=case.ranks),
+            policy=find_policy(case.policy, bucket_bytes=BUCKET_BYTES),
+            micro_batch=-(-GLOBAL_BATCH // (case.micro_steps * case.ranks)),
+        )
+
+    def _prepare(self, case: Case) -> Prepared:
+        key = (case.subject, case.micro_steps, case.optimizer)
+        if key not in self.prepared:
+            micro_batch = GLOBAL_BATCH // case.micro_steps
+            job = job_of(
+                SUBJECTS[case.subject].functions,
+                plan=f"micro_batch={micro_batch}",
+                processes=1,
+                options={"steps": STEPS, "global_batch": GLOBAL_BATCH, "optimizer": case.optimizer},
+            )
+            self.prepared[key] = self.verifier.prepare(job)
+        return self.prepared[key]
+
+
+def _inert(prepared: Prepared) -> frozenset[str]:
+    """Parameters without a gradient in some step, or with one that is mathematically zero."""
+    gradients = [item for item in prepared.reference.recorded if item.check == "gradients"]
+    live = Counter(item.name for item in gradients if item.scale.norm > NEGLIGIBLE * item.scale.module_norm)
+    functions = prepared.job.functions
+    assert functions is not None, "subjects are Python objects"
+    named = functions.build().named_parameters()
+    return frozenset(name for name, parameter in named if parameter.requires_grad and live[name] < STEPS)
+
+
+def _trial(fault: str, case: Case, site: Site, result: VerifyResult) -> Trial:
+    loss = result.check("loss").first_wrong
+    return Trial(
+        fault,
+        case,
+        site,
+        first=result.first_wrong,
+        step_1_loss_unchanged=loss is None or loss.step > 1,
+        failed=tuple(check.name for check in result.checks if not check.ok),
+    )
+
+
+def run(names: Sequence[str], sites: int) -> Iterator[Trial]:
+    """`sites` trials of each fault, each in another case where there are enough."""
+    with Verifier() as verifier, tempfile.TemporaryDirectory() as folder:
+        runner = Runner(verifier, Path(folder))
+        for name in names:
+            done = 0
+            for seed, case in enumerate(cases_of(SILENT[name])):
+                if done == sites:
+                    break
+                try:
+                    yield runner.trial(name, case, seed)
+                except RankError as error:
+                    if "E803" not in str(error):  # no place for it in this model
+                        raise
+                    continue
+                done += 1
+
+
+def table(trials: Sequence[Trial], seconds: float) -> str:
+    """docs/faults.md."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    caught = [trial for trial in trials if trial.first is not None]
+    right = [trial for trial in trials if trial.is_right]
+    by_fault = {name: [trial for trial in trials if trial.fault == name] for name in SILENT}
+    silent = [name for name, mine in by_fault.items() if all(trial.step_1_loss_unchanged for trial in mine)]
+    lines = [
+        "# Silent faults",
+        "",
+        f"Written by `python -m tests.parity.faults` on commit {commit} ({seconds:.0f} s): {len(SILENT)} faults, each",
+        f"a kind of public bug, at {len(trials)} random sites (model, plan, rank, step, place). Caught by `verify`:",
+        f"{len(caught)} of {len(trials)}. Named right: {len(right)} of {len(trials)}: the first failing check is one",
+        "that the fault allows, and for a fault at a parameter, bucket or module the first wrong tensor belongs to it.",
+        f"{len(silent)} faults leave the loss of step 1 unchanged at every site.",
+        "",
+        "| fault | kind | what happens | public report | caught | named right | named first | loss of step 1 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, mine in by_fault.items():
+        fault = SILENT[name]
+        named = Counter(trial.first.check for trial in mine if trial.first is not None)
+        unchanged = sum(trial.step_1_loss_unchanged for trial in mine)
+        loss = {len(mine): "unchanged", 0: "wrong"}.get(unchanged, f"unchanged at {unchanged} sites")
+        repository, _, number = fault.source.partition("#")
+        lines.append(
+            f"| {name} | {fault.theme} | {fault.description} | "
+            f"[{fault.source}](https://github.com/{repository}/issues/{number}) | "
+            f"{sum(trial.first is not None for trial in mine)} of {len(mine)} | "
+            f"{sum(trial.is_right for trial in mine)} of {len(mine)} | {', '.join(named)} | {loss} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="faults; all without")
+    parser.add_argument("--sites", type=int, default=SITES)
+    arguments = parser.parse_args()
+    names, started = arguments.names or list(SILENT), time.monotonic()
+    trials = []
+    for trial in run(names, arguments.sites):
+        trials.append(trial)
+        print(f"{time.monotonic() - started:4.0f} s {trial.describe()}", flush=True)
+    caught, right = (
+        sum(test) for test in zip(*((t.first is not None, t.is_right) for t in trials), strict=True)
+    )
+    print(f"{caught} caught and {right} named right of {len(trials)}")
+    if not arguments.names:
+        (ROOT / "docs" / "faults.md").write_text(table(trials, time.monotonic() - started))
+    return 0 if caught == len(trials) and right >= 0.9 * len(trials) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
