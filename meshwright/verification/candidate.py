@@ -73,9 +73,7 @@ def measure_rank(job: VerifyJob, reference: Reference, path: Path, *, groups: Da
     return _Candidate(job, reference, path, groups=groups).run()
 
 
-def build_rank(
-    job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: float | None
-) -> CandidateRank:
+def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: float | None) -> CandidateRank:
     """The product path from a task to a state that can be trained."""
     plan, chosen, group = job.plan, job.config.train.optimizer, groups.all
     check_same_model(task.model, group)

@@ -1,12 +1,24 @@
-"""The registry of silent faults, and what it refuses."""
+"""The registry of silent faults: consistent, refused where they cannot be committed, and found by `verify`."""
+
+import itertools
+import re
 
 import pytest
 
 import meshwright
+from meshwright.comm.ops import DataGroups
 from meshwright.errors import ConfigError
+from meshwright.launching.verify import job_of
+from meshwright.layout.policy import POLICY_NAMES
 from meshwright.testing.faults.registry import SILENT, Injection
 from meshwright.testing.faults.silent import NEEDS
+from meshwright.testing.ranks import local_mesh
+from meshwright.verification.candidate import build_rank
 from meshwright.verification.result import CHECK_NAMES
+from meshwright.verification.subject import make_subject
+from tests.parity.cover import pairwise
+from tests.parity.faults import CASES, SUBJECTS, Runner, cases_of
+from tests.parity.verifying import Verifier
 from tests.verification.models import Net, Rows, loss_of_labels
 
 
@@ -16,12 +28,68 @@ def _one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_the_registry_is_consistent():
-    for name, fault in SILENT.items():
-        assert fault.name == name
-        assert set(fault.expected) <= set(CHECK_NAMES), name
-        assert set(fault.needs) <= set(NEEDS), name
-        assert fault.source, name
+@pytest.mark.parametrize("name", SILENT)
+def test_every_fault_says_what_it_is(name):
+    fault = SILENT[name]
+    assert fault.name == name
+    assert fault.theme
+    assert fault.description
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", fault.source)
+    assert fault.expected
+    assert set(fault.expected) <= set(CHECK_NAMES)
+    assert set(fault.needs) <= set(NEEDS)
+
+
+def test_there_are_as_many_as_the_table_promises():
+    assert len(SILENT) >= 36
+    assert {need for fault in SILENT.values() for need in fault.needs} == set(NEEDS)
+    assert all(len(cases_of(fault)) >= 3 for fault in SILENT.values())
+
+
+def module_of(name):
+    return SILENT[name].inject.__module__.rpartition(".")[2]
+
+
+def chosen():
+    """A fault of each file under each policy and two numbers of ranks, each time another, on cheap models."""
+    names = list(SILENT)
+    factors = {"file": sorted(set(map(module_of, names))), "policy": POLICY_NAMES, "ranks": [2, 3]}
+    for row in pairwise(factors):
+        for name, case in itertools.product(list(names), CASES):
+            if (
+                (module_of(name), case.policy, case.ranks) == tuple(row.values())
+                and (case.micro_steps, case.optimizer) == (2, "adamw")
+                and case.subject in ("net", "batch norm", "branches")
+                and case.offers.issuperset(SILENT[name].needs)
+            ):
+                names.append(names.pop(names.index(name)))
+                yield pytest.param(name, case, id=f"{name}-{case.policy}x{case.ranks}")
+                break
+
+
+@pytest.fixture(scope="module")
+def runner(ranks, tmp_path_factory):
+    with Verifier(ranks) as verifier:
+        yield Runner(verifier, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize(("name", "case"), list(chosen()))
+def test_a_fault_is_caught_and_named(runner, name, case):
+    trial = runner.trial(name, case, seed=1)
+    assert trial.is_right, trial.describe()
+
+
+def test_a_site_is_drawn_from_its_seed(runner):
+    """Other ranks draw the same; another seed is another place or time."""
+    trials = [runner.trial("update_skipped", case_of("net", "ddp"), seed) for seed in (0, 0, 1, 2, 3)]
+    assert trials[0].site == trials[1].site
+    assert len({trial.site for trial in trials}) > 1
+    for trial in trials:
+        assert (trial.first.step, trial.first.ranks) == (trial.site.step, (trial.site.rank,))
+
+
+def case_of(subject, policy):
+    return next(case for case in CASES if (case.subject, case.policy) == (subject, policy))
 
 
 def test_no_gradient_reduction_lets_replicas_drift_from_step_1():
@@ -34,12 +102,36 @@ def test_no_gradient_reduction_lets_replicas_drift_from_step_1():
     assert result.check("replicas").first_wrong.step == 1
 
 
+# What is refused.
+
+
+def candidate_of(subject):
+    """One rank in this process, before training."""
+    job = job_of(SUBJECTS[subject].functions, plan="zero=1", processes=1, options={})
+    return build_rank(job, make_subject(job), DataGroups.of(local_mesh().group("dp")), clip_norm=1.0)
+
+
 def test_an_unknown_fault():
     with pytest.raises(ConfigError, match=r"E803 .*'no_reduction'\. Did you mean 'no_gradient_reduction'\?"):
         Injection("no_reduction")
 
 
 def test_a_fault_whose_needs_are_not_met():
-    text = r"E803 fault 'no_gradient_reduction' cannot be committed in Net under zero1 .* needs policy ddp\."
+    text = (
+        r"E803 fault 'no_gradient_reduction' cannot be committed in Net under zero1 on 1 ranks with 2 micro-steps "
+        r"and 3 steps: it needs 2 ranks and policy ddp\."
+    )
     with pytest.raises(ConfigError, match=text):
-        meshwright.verify(Net, loss_of_labels, Rows(), processes=2, inject=Injection("no_gradient_reduction"))
+        Injection("no_gradient_reduction").site(candidate_of("net"))
+
+
+def test_a_fault_that_needs_more_steps():
+    with pytest.raises(ConfigError, match=r"E803 .* and 1 steps: it needs 2 steps\."):
+        Injection("gradients_not_cleared", steps=1).site(candidate_of("net"))
+
+
+def test_a_fault_without_a_place():
+    with pytest.raises(
+        ConfigError, match=r"E803 .* finds no place in Peculiar under zero1\. It needs a buffer"
+    ):
+        Injection("buffer_lost").site(candidate_of("branches"))
