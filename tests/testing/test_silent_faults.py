@@ -105,9 +105,9 @@ def test_no_gradient_reduction_lets_replicas_drift_from_step_1():
 # What is refused.
 
 
-def candidate_of(subject):
+def candidate_of(subject, plan="zero=1"):
     """One rank in this process, before training."""
-    job = job_of(SUBJECTS[subject].functions, plan="zero=1", processes=1, options={})
+    job = job_of(SUBJECTS[subject].functions, plan=plan, processes=1, options={})
     return build_rank(job, make_subject(job), DataGroups.of(local_mesh().group("dp")), clip_norm=1.0)
 
 
@@ -128,6 +128,11 @@ def test_a_fault_whose_needs_are_not_met():
 def test_a_fault_that_needs_more_steps():
     with pytest.raises(ConfigError, match=r"E803 .* and 1 steps: it needs 2 steps\."):
         Injection("gradients_not_cleared", steps=1).site(candidate_of("net"))
+
+
+def test_a_layout_that_places_are_not_drawn_for():
+    with pytest.raises(ConfigError, match=r"E803 .* it needs one copy of the model in flat shards\."):
+        Injection("update_skipped").site(candidate_of("net", "zero=1,ownership=whole"))
 
 
 def test_a_fault_without_a_place():

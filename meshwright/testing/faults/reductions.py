@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from meshwright.testing.faults.patching import (
     on_reductions,
     patch,
     then,
+    trained,
 )
 from meshwright.testing.faults.places import buckets
 from meshwright.testing.faults.silent import SilentFault, Site
@@ -26,19 +26,10 @@ from meshwright.verification.candidate import CandidateRank
 
 
 def _no_gradient_reduction(candidate: CandidateRank, _site: Site) -> None:
-    engine = candidate.engine
-    whole = engine.group
-    nobody = replace(whole, transport=None)
-
-    def make(reduce: Method) -> Method:
-        def alone(memory: Any) -> None:
-            engine.group = nobody
-            reduce(memory)
-            engine.group = whole
-
-        return alone
-
-    patch(engine, "_reduce", make)
+    groups = candidate.engine.groups
+    nobody = replace(groups, all=replace(groups.all, transport=None))
+    for memory in trained(candidate):
+        patch(memory, "start_reduction", lambda start: lambda _groups: start(nobody))
 
 
 def _bucket_not_reduced(candidate: CandidateRank, site: Site) -> None:

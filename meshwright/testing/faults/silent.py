@@ -161,6 +161,15 @@ NEEDS: Mapping[str, Need] = MappingProxyType(
     }
 )
 
+# Places and ranks of all faults are those of one copy of the model, cut by elements.
+_LAYOUT = Need(
+    "one copy of the model in flat shards",
+    lambda c: (
+        c.engine.policy.name == "ddp"
+        or (c.engine.policy.ownership == "flat" and c.engine.groups.replicate.size == 1)
+    ),
+)
+
 
 def draw_site(
     fault: SilentFault,
@@ -205,7 +214,8 @@ def draw_site(
 
 
 def _check_needs(fault: SilentFault, candidate: CandidateRank, steps: int) -> None:
-    missing = [NEEDS[need].words for need in fault.needs if not NEEDS[need].holds(candidate)]
+    needs = [*(NEEDS[need] for need in fault.needs), _LAYOUT]
+    missing = [need.words for need in needs if not need.holds(candidate)]
     if steps < fault.first_step + fault.spare_steps:
         missing.append(f"{fault.first_step + fault.spare_steps} steps")
     if missing:
