@@ -185,8 +185,8 @@ class Agreement:
 
     @property
     def correction(self) -> float:
-        """Expected over real count: by what gradients and their norm must still be multiplied."""
-        return self._state.expected_count / self.values[1]
+        """Divisor over real count: by what gradients and their norm must still be multiplied."""
+        return self._state.divisor / self.values[1]
 
     @property
     def norm(self) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -181,8 +183,8 @@ def _used_on_every_rank_only(candidate: CandidateRank, _site: Site) -> None:
     on_agreement(candidate, act)
 
     def make(update: Method) -> Method:
-        def updating(*, lr: float, used: set[str]) -> None:
-            update(lr=lr, used={name for name in used if counts[name] == size})
+        def updating(*, used: Set[str], **rest: Any) -> None:
+            update(used={name for name in used if counts[name] == size}, **rest)
 
         return updating
 

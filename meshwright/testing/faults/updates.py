@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,53 +35,40 @@ from meshwright.verification.candidate import CandidateRank
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _around_update(
-    candidate: CandidateRank, make: Callable[[Callable[[float, set[str]], None]], Method]
-) -> None:
-    """Replace the update by what `make` makes of it; both take (learning rate, used parameters)."""
-
-    def patched(update: Method) -> Method:
-        changed = make(lambda lr, used: update(lr=lr, used=used))
-
-        def step(*, lr: float, used: set[str]) -> None:
-            changed(lr, used)
-
-        return step
-
-    patch(candidate.state.optimizer, "step", patched)
-
-
 def _update_not_written_back(candidate: CandidateRank, site: Site) -> None:
-    def make(update: Callable[[float, set[str]], None]) -> Method:
-        def stale(lr: float, used: set[str]) -> None:
+    def make(update: Method) -> Method:
+        def stale(**arguments: Any) -> None:
             shards = shards_of(candidate, site.place.name) if candidate.rank == site.rank else []
             before = [shard.parameter.detach().clone() for shard in shards]
-            update(lr, used)
+            update(**arguments)
             if candidate.state.step >= site.step - 1:
                 for shard, values in zip(shards, before, strict=True):
                     shard.parameter.detach().copy_(values)
 
         return stale
 
-    _around_update(candidate, make)
+    patch(candidate.state.optimizer, "step", make)
 
 
 def _update_skipped(candidate: CandidateRank, site: Site) -> None:
-    def make(update: Callable[[float, set[str]], None]) -> Method:
-        def skipping(lr: float, used: set[str]) -> None:
+    def make(update: Method) -> Method:
+        def skipping(**arguments: Any) -> None:
             if not (is_step(candidate, site) and candidate.rank == site.rank):
-                update(lr, used)
+                update(**arguments)
 
         return skipping
 
-    _around_update(candidate, make)
+    patch(candidate.state.optimizer, "step", make)
 
 
 def _rate_of_another_step(candidate: CandidateRank, site: Site) -> None:
-    def make(update: Callable[[float, set[str]], None]) -> Method:
-        return lambda lr, used: update(lr / 2 if is_step(candidate, site) else lr, used)
+    def make(update: Method) -> Method:
+        def slower(*, lr: float, **rest: Any) -> None:
+            update(lr=lr / 2 if is_step(candidate, site) else lr, **rest)
 
-    _around_update(candidate, make)
+        return slower
+
+    patch(candidate.state.optimizer, "step", make)
 
 
 def _decay(candidate: CandidateRank, *, of_matrices: bool, change: Callable[[float], float]) -> None:
