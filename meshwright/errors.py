@@ -80,6 +80,12 @@ class NumericsError(MeshwrightError):
     exit_code = EXIT_WORKER_FAILED
 
 
+class LoopError(MeshwrightError):
+    """E7xx: a call of a user's own loop at the wrong time, or on some ranks only."""
+
+    exit_code = EXIT_WORKER_FAILED
+
+
 class ConfigErrors(MeshwrightError):
     """All problems of one configuration in one list, so that nobody mends them one by one."""
 

@@ -24,7 +24,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -41,26 +41,55 @@ DropoutKind = Literal["stateless", "native"]
 _ALPHA = 1.7580993408473766
 
 
-@contextmanager
-def stateless(place: MicroStep, *, must_agree: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Within it, dropout of a micro-step's forward and backward follows `place`; torch's CPU generator is put back.
+class StatelessDropout:
+    """The dropout of one micro-step, entered for its forwards and again for its backward.
 
     Args:
-        place: this rank's part of the batch.
-        must_agree: is told each call of the forward in a line that all ranks must have alike.
-
-    Raises, where a call is made:
-        PlanError: E208 for a call that cannot be cut over several ranks.
-        NumericsError: E209 for a recomputation with another mask than its forward.
+        must_agree: is told each call of the forwards in a line that all ranks must have alike.
     """
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(place.key)
-    try:
-        with _Scope(place, must_agree):
-            yield
-    finally:
-        generator.set_state(before)
+
+    def __init__(self, *, must_agree: Callable[[str], None] | None = None) -> None:
+        self._must_agree = must_agree
+        self._scope: _Scope | None = None
+        self._words: Tensor | None = None
+
+    @contextmanager
+    def entered(self, place: MicroStep | None = None) -> Iterator[None]:
+        """Within it, dropout follows `place`; torch's CPU generator is put back.
+
+        Args:
+            place: this rank's part of the batch that a forward gets; None for a backward.
+
+        Raises, where a call is made:
+            PlanError: E208 for a call that cannot be cut over several ranks.
+            NumericsError: E209 for a recomputation with another mask than its forward.
+        """
+        generator = torch.default_generator
+        before = generator.get_state()
+        self._prepare(place, generator)
+        try:
+            with self._scope or nullcontext():
+                yield
+        finally:
+            self._words = generator.get_state()
+            generator.set_state(before)
+
+    def _prepare(self, place: MicroStep | None, generator: torch.Generator) -> None:
+        if self._words is not None:
+            generator.set_state(self._words)
+        elif place is not None:
+            generator.manual_seed(place.key)
+        if self._scope is None and place is not None:
+            self._scope = _Scope(place, self._must_agree)
+        elif self._scope is not None and place is not None:
+            self._scope.place = place
+
+
+def stateless(
+    place: MicroStep, *, must_agree: Callable[[str], None] | None = None
+) -> AbstractContextManager[None]:
+    """A micro-step of one forward and backward, entered once around both; see `StatelessDropout`."""
+    return StatelessDropout(must_agree=must_agree).entered(place)
 
 
 def check_modules(model: nn.Module, *, num_ranks: int) -> None:
@@ -88,13 +117,13 @@ def native_warnings(model: nn.Module, kind: DropoutKind, *, num_ranks: int) -> l
 
 
 class _Scope(TorchFunctionMode):
-    """One micro-step: hands every random call to its handler."""
+    """One micro-step: hands every random call to its handler; `place` is that of the newest forward."""
 
     def __init__(self, place: MicroStep, must_agree: Callable[[str], None] | None) -> None:
         super().__init__()
         self.place = place
         self._must_agree = must_agree
-        self._keys: set[int] = set()
+        self._places: dict[int, MicroStep] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -108,7 +137,18 @@ class _Scope(TorchFunctionMode):
 
     def draw(self, shape: torch.Size, drop_probability: float, *, what: str) -> Draw:
         """The random bits of the next call, over a tensor of which this rank holds `shape`."""
-        place = self.place
+        key = int(torch.randint(2**63 - 1, (), device="cpu"))
+        # Private, as torch.utils.checkpoint has it: nothing public tells backward from forward (guarded by a test).
+        in_forward = torch._C._current_graph_task_id() == -1
+        if in_forward:
+            self._places[key] = self.place
+        elif key not in self._places:
+            raise NumericsError(
+                "E209",
+                f"{what} in {_module_path()}: recomputed in backward, it draws another mask than in forward. "
+                f"Checkpoint with preserve_rng_state=True.",
+            )
+        place = self._places[key]
         rows, partial = divmod(shape[0], place.num_rows) if shape else (0, 1)
         if partial and not place.is_whole:
             raise PlanError(
@@ -117,18 +157,8 @@ class _Scope(TorchFunctionMode):
                 f"of this rank's {place.num_rows} of {place.total_rows} samples. Put the batch first, or choose "
                 f'train.dropout = "native" (masks then depend on the number of ranks).',
             )
-        key = int(torch.randint(2**63 - 1, (), device="cpu"))
-        # Private, as torch.utils.checkpoint has it: nothing public tells backward from forward (guarded by a test).
-        if torch._C._current_graph_task_id() == -1:
-            self._keys.add(key)
-            if self._must_agree is not None:
-                self._must_agree(f"{what} {rows} {tuple(shape[1:])} {key}")
-        elif key not in self._keys:
-            raise NumericsError(
-                "E209",
-                f"{what} in {_module_path()}: recomputed in backward, it draws another mask than in forward. "
-                f"Checkpoint with preserve_rng_state=True.",
-            )
+        if in_forward and self._must_agree is not None:
+            self._must_agree(f"{what} {rows} {tuple(shape[1:])} {key} {place.total_rows}")
         if partial:
             return Draw(fold(key, place.first_row), 0, drop_probability)
         return Draw(key, place.first_row * rows * math.prod(shape[1:]), drop_probability)

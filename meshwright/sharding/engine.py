@@ -23,7 +23,7 @@ knows nothing of optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ops import DataGroups, Group
-from meshwright.errors import PlanError
+from meshwright.errors import LoopError, PlanError
 from meshwright.layout.bucket import Piece, Unit
 from meshwright.layout.grouping import Division, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
@@ -327,6 +327,16 @@ class ShardingEngine:
             total += sum_of_squares(held[first:last]).cpu()
         return total
 
+    def norm_squared_of(self, shards: Sequence[ShardParameter]) -> Tensor:
+        """As `norm_squared`, over these pieces alone; the ranks that hold the same ones share them out."""
+        total = torch.zeros((), dtype=torch.float64)
+        index, copies = self.replica
+        for shard in shards:
+            flat = shard.gradient.reshape(-1)
+            bounds = [flat.numel() * i // copies for i in (index, index + 1)]
+            total += sum_of_squares(flat[slice(*bounds)]).cpu()
+        return total
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients that the optimizer reads."""
         if factor == 1.0:
@@ -399,6 +409,12 @@ class ShardingEngine:
 
     def _take(self, memory: BucketMemory, position: int) -> None:
         name = memory.bucket.parameters[position].name
+        if not self._in_backward:
+            raise LoopError(
+                "E701",
+                f"parameter {name!r} got a gradient outside of a step, where nothing sums it over the ranks: call "
+                f"backward() inside `with model.accumulate():`",
+            )
         if memory.reduced:
             raise RuntimeError(
                 f"parameter {name!r} got a gradient after {memory.bucket.name} was reduced: it is used in several "

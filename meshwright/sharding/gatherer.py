@@ -12,6 +12,12 @@ What autograd saves of a unit's weights is their place, not their memory (saved-
 whatever part of a unit's backward runs first finds the weights, wherever they are gathered then. Inside of a
 checkpoint around a unit that is left to the checkpoint; other saved-tensor hooks around a unit have no effect in it.
 
+`torch.autograd.grad` in a loss is a backward inside the forward: it gathers weights and reduces nothing. Under
+create_graph it saves weights for its own backward, as copies: such a graph holds the weights of all units it uses.
+
+Where graphs of an earlier micro-batch run backward, how often a unit is still to be used is unknown: units are then
+freed early and reduced at the end.
+
 Limits: a unit's weights may only be used inside its module's forward (released weights have no memory), and every
 rank must run the same units in the same order (checked once a step).
 """
@@ -29,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.comm.ops import Group, Handle
+from meshwright.errors import LoopError
 from meshwright.sharding.memory import BucketMemory, BufferPool
 
 Phase = Literal["idle", "forward", "backward", "evaluation"]
@@ -94,6 +101,12 @@ class Gatherer:
         self._order: list[GatheredUnit] = []
         self._position = 0
         self._open: GatheredUnit | None = None
+        # The newest unit that a gradient inside the forward needed.
+        self._inner: GatheredUnit | None = None
+        # Forwards are numbered, so that a backward tells its own from older ones; units it reduces at its end.
+        self._num_forwards = 0
+        self._runs_old_graph = False
+        self._owed: list[GatheredUnit] = []
         # Places in the graph, (node or leaf, output number), whose gradient already starts a unit's backward.
         self._hooked: set[tuple[object, int]] = set()
         self._phase: Phase = "idle"
@@ -116,6 +129,7 @@ class Gatherer:
     def start_forward(self, *, evaluation: bool = False) -> None:
         """Gather the root and the first block; the root is ready on return."""
         self._phase = "evaluation" if evaluation else "forward"
+        self._num_forwards += 1
         self._order = []
         self._hooked.clear()
         if self._root is not None:
@@ -141,9 +155,10 @@ class Gatherer:
     def finish_backward(self) -> None:
         """Finish and free whatever is left."""
         self._finish_open(None)
+        owed, self._owed, self._runs_old_graph = self._owed, [], False
         for unit in [*self._blocks, *([self._root] if self._root else [])]:
             # Its output took no part in the loss, or no hook saw its backward (reentrant checkpoints).
-            if unit.pending_backward or any(memory.unreduced for memory in unit.memories):
+            if unit.pending_backward or unit in owed or any(memory.unreduced for memory in unit.memories):
                 unit.pending_backward = 0
                 if unit is not self._root:
                     self._finish_unit(unit)
@@ -159,6 +174,7 @@ class Gatherer:
 
     def _finish_forward(self) -> None:
         """Free blocks that were gathered ahead and not used, and the root unless it is the one kept."""
+        self._inner = None
         kept = (self._root or (self._order[-1] if self._order else None)) if self._keep_last else None
         for unit in [*self._blocks, *([self._root] if self._root else [])]:
             if unit is not kept:
@@ -196,7 +212,7 @@ class Gatherer:
             )
         if tensors:
             unit.pending_backward += 1
-            once = _Once(lambda: self._before_backward(unit))
+            once = _Once(partial(self._before_backward, unit, self._num_forwards))
             for tensor in tensors:
                 tensor.register_hook(once)
         if not self._is_kept(unit):
@@ -217,14 +233,32 @@ class Gatherer:
         last = len(self._order) >= len(self._expected) and unit is self._order[-1]
         return self._phase == "forward" and self._keep_last and self._root is None and last
 
-    def _before_backward(self, unit: GatheredUnit) -> None:
+    def _before_backward(self, unit: GatheredUnit, forward: int) -> bool:
+        """Whether this is the backward of the step, which comes once; else it is a gradient inside the forward."""
+        if self._phase != "backward":
+            self._open_inside_forward(unit)
+            return False
+        self._runs_old_graph |= forward != self._num_forwards
         self._finish_open(unit)
         self._wait(unit)
-        unit.pending_backward -= 1
+        unit.pending_backward -= forward == self._num_forwards
         self._open = unit
         self._position = self._position_before(unit)
         if self._position > 0:
             self._start_gather(self._order[self._position - 1])
+        return True
+
+    def _open_inside_forward(self, unit: GatheredUnit) -> None:
+        if self._phase == "idle":
+            raise LoopError(
+                "E701",
+                f"a gradient is asked of module {unit.name!r} outside of a step, where its weights are sharded "
+                f"(zero3): call backward() or torch.autograd.grad inside `with model.accumulate():`",
+            )
+        if self._inner is not None and self._inner is not unit:
+            self._release(self._inner)
+        self._inner = unit
+        self._wait(unit)
 
     def _position_before(self, unit: GatheredUnit) -> int:
         for position in range(self._position - 1, -1, -1):
@@ -238,7 +272,10 @@ class Gatherer:
             # A shared module has more backward to come: it stays gathered until the last one.
             return
         self._open = None
-        self._finish_unit(unit)
+        if self._runs_old_graph:
+            self._owed.append(unit)
+        else:
+            self._finish_unit(unit)
         self._release(unit)
 
     # One unit.
@@ -283,7 +320,9 @@ class Gatherer:
         if isinstance(saved, _SavedWeight):
             self._wait(saved.unit)
             assert saved.memory.weights is not None
-            return saved.memory.weights.as_strided(saved.size, saved.stride, saved.offset)
+            weight = saved.memory.weights.as_strided(saved.size, saved.stride, saved.offset)
+            # Grad mode is on only under create_graph: what is saved now is not seen by `_pack`.
+            return weight.clone() if torch.is_grad_enabled() else weight
         assert isinstance(saved, _SavedTensor)
         if saved.tensor._version != saved.version:  # torch leaves this check to hooks where there are any
             raise RuntimeError(
@@ -320,15 +359,15 @@ def _is_checkpointed() -> bool:
 
 
 class _Once:
-    """A tensor hook that acts for the first of several output tensors only."""
+    """A hook of several output tensors that acts until its action says that it is done."""
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action: Callable[[], None] | None = action
+    def __init__(self, action: Callable[[], bool]) -> None:
+        self._action = action
+        self._done = False
 
     def __call__(self, _grad: Tensor) -> None:
-        action, self._action = self._action, None
-        if action is not None:
-            action()
+        if not self._done:
+            self._done = self._action()
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

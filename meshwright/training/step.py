@@ -13,7 +13,7 @@ different collectives, and whatever they computed is wrong: the step raises inst
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from meshwright.comm import ops
 from meshwright.comm.ops import Group
 from meshwright.errors import NumericsError, WorkerError
-from meshwright.sharding.engine import ShardingEngine
+from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.state import TrainState
 
@@ -64,6 +64,7 @@ class Agreed:
         correction: what the accumulated gradient must be multiplied by to be normalised: expected / global count, and
             by the loss scale where there is one.
         used: parameters that got a gradient on some rank.
+        part_norms: as `norm`, over each of the parts that were asked for.
     """
 
     loss_sum: float
@@ -71,6 +72,7 @@ class Agreed:
     norm: float
     correction: float
     used: frozenset[str]
+    part_norms: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -87,9 +89,10 @@ class Agreed:
         """Whether the gradient is not finite and the loss is: what a lower loss scale may cure."""
         return math.isfinite(self.loss_sum) and not math.isfinite(self.norm)
 
-    def scale(self, clip_norm: float | None) -> float:
-        """The one factor that normalises the gradient and clips its norm; 0 where it is not finite."""
-        return clip_coefficient(self.norm, clip_norm) * self.correction if self.is_finite else 0.0
+    def scale(self, clip_norm: float | None, *, norm: float | None = None) -> float:
+        """The one factor that normalises the gradient and clips its norm, or that of a part; 0 where not finite."""
+        limited = self.norm if norm is None else norm
+        return clip_coefficient(limited, clip_norm) * self.correction if self.is_finite else 0.0
 
 
 def train_step(
@@ -134,7 +137,12 @@ def train_step(
 
 
 def accumulate(
-    state: TrainState, micro_batch: Callable[[int], Any], *, loss: Loss, num_microbatches: int
+    state: TrainState,
+    micro_batch: Callable[[int], Any],
+    *,
+    loss: Loss,
+    num_microbatches: int,
+    parts: Sequence[Sequence[ShardParameter]] = (),
 ) -> Agreed:
     """Forward and backward of all micro-steps, up to what the ranks agree on; the update is still to be made."""
     log = state.engine.group.log
@@ -150,7 +158,7 @@ def accumulate(
                 if total.requires_grad:
                     (total / state.divisor).backward()
         tally += torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
-    return agree(state, tally)
+    return agree(state, tally, parts=parts)
 
 
 def start_step(state: TrainState) -> Tensor:
@@ -168,12 +176,13 @@ def backward_phase(engine: ShardingEngine) -> Iterator[None]:
     engine.finish_microbatch()
 
 
-def agree(state: TrainState, tally: Tensor) -> Agreed:
+def agree(state: TrainState, tally: Tensor, *, parts: Sequence[Sequence[ShardParameter]] = ()) -> Agreed:
     """End the forwards and backwards of a step by its one small reduction.
 
     Args:
         state: of the run; it does not change.
         tally: this rank's loss sum and count, float64 (2,).
+        parts: pieces of parameters of which norms of their own are wanted.
 
     Raises:
         NumericsError: E602 when the loss counted nothing on any rank.
@@ -182,10 +191,12 @@ def agree(state: TrainState, tally: Tensor) -> Agreed:
     engine, group = state.engine, state.engine.group
     group.log.progress("step reduction")
     digest = group.log.digest(*engine.groups.axes)
-    head = [*tally.tolist(), float(engine.norm_squared()), float(digest), float(digest * digest)]
+    squares = [float(engine.norm_squared()), *(float(engine.norm_squared_of(part)) for part in parts)]
+    head = [*tally.tolist(), float(digest), float(digest * digest), *squares]
     payload = torch.cat([torch.tensor(head, dtype=torch.float64), engine.used_mask()]).to(engine.device)
     ops.all_reduce(payload, group, cause="step reduction").wait()
-    loss_sum, count, norm_squared, digest_sum, digest_square_sum, *mask = payload.tolist()
+    loss_sum, count, digest_sum, digest_square_sum, *rest = payload.tolist()
+    squares, mask = rest[: len(squares)], rest[len(squares) :]
     _check_same_calls(group, int(digest_sum), int(digest_square_sum))
     if count <= 0:
         raise NumericsError(
@@ -194,9 +205,9 @@ def agree(state: TrainState, tally: Tensor) -> Agreed:
             f"ignored. Leave such batches out, or check the labels.",
         )
     correction = state.divisor / count
-    norm = math.sqrt(norm_squared) * correction
+    norm, *part_norms = (math.sqrt(square) * correction for square in squares)
     used = frozenset(name for name, uses in zip(engine.parameter_names, mask, strict=True) if uses)
-    return Agreed(loss_sum, count, norm, correction, used)
+    return Agreed(loss_sum, count, norm, correction, used, tuple(part_norms))
 
 
 def advance(state: TrainState, agreed: Agreed) -> None:

@@ -33,11 +33,24 @@ def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device | None = Non
 
 def batch_size(batch: Any) -> int:
     """Number of samples of a collated batch: the first dim of its first tensor."""
+    size = leading_size(batch)
+    assert size is not None, "a batch holds a tensor with a first dim"
+    return size
+
+
+def leading_size(value: Any) -> int | None:
+    """First dim of the first tensor in `value` that has one; None where there is none."""
     sizes: list[int] = []
 
     def look(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.shape[0])
+        sizes.extend(tensor.shape[:1])
         return tensor
 
-    map_tensors(batch, look)
-    return sizes[0]
+    map_tensors(value, look)
+    return sizes[0] if sizes else None
+
+
+def rows_of(batch: Any, rows: slice) -> Any:
+    """The samples `rows` of a collated batch; tensors of another first dim stay whole."""
+    size = batch_size(batch)
+    return map_tensors(batch, lambda t: t[rows] if t.dim() and t.shape[0] == size else t)

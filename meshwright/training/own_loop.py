@@ -1,0 +1,458 @@
+"""A user's own loop over the pieces of the training step, called when the user's lines run.
+
+Owns what a sharded model looks like from outside, when a step of it begins and ends, and the rules of use (E7xx).
+Must not know optimizers' rules (`own_optimizer.py`), data or files. Forward, backward, reduction and update are those
+of `step.py` and the engine: there is no second path.
+
+[Note: gradients] A block `with model.accumulate(n):` is one step: it forgets older gradients and holds n micro-steps.
+Gradients leave `p.grad` of the module's parameters as they arrive, for flat memory that may be sharded; the parameters
+in the optimizer's groups, this rank's pieces, show them from the end of the block until the update. They are
+normalised: a bare `loss.backward()` is the mean over this rank's samples, and every rank and micro-step has equally
+many, so the gradient is the mean over ranks and micro-steps; `model.backward(total, count)` is divided by the global
+count.
+
+Simplifications: random numbers follow the law inside the model's forward only; the user's own lines draw torch's. The
+samples of a forward are counted by the first dim of its first tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.adapt.dropout import StatelessDropout
+from meshwright.comm.rng import MicroStep
+from meshwright.data.index_law import BatchGeometry
+from meshwright.errors import LoopError, NumericsError
+from meshwright.sharding.engine import ShardParameter
+from meshwright.training.nonfinite import explain_not_finite
+from meshwright.training.normaliser import checked_loss
+from meshwright.training.own_step import (
+    BackwardWatch,
+    LoopRules,
+    OpenStep,
+    Part,
+    StepBatch,
+    StepGradients,
+)
+from meshwright.training.randomness import stateless_randomness
+from meshwright.training.state import TrainState
+from meshwright.training.step import (
+    Agreed,
+    Loss,
+    StepResult,
+    accumulate,
+    advance,
+    agree,
+    backward_phase,
+    start_step,
+)
+from meshwright.training.tree import leading_size
+
+# A count in float64 that went through one division and one multiplication.
+_ROUNDING = 1e-9
+
+
+class ShardedModel:
+    """A module, sharded by the plan: call it, step it, or run its forwards and backwards in a loop of your own.
+
+    Attributes and methods of the module are reached through it: `model.encode(x)` runs as `model(x)` does.
+
+    Attributes:
+        state: what steps change.
+        module: the user's module, its class unchanged.
+        result: what the newest step did, the same on every rank; None before the first.
+        parts: the parameters of each optimizer, in the order in which they were made.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        rules: LoopRules,
+        loss: Callable[[Any, Any], Any] | None,
+        siblings: list[ShardedModel],
+    ) -> None:
+        self.state = state
+        self.module: nn.Module = state.engine.model
+        self.result: StepResult | None = None
+        self.parts: list[Part] = []
+        self._engine = state.engine
+        self._rules = rules
+        self._user_loss = loss
+        self._loss: Loss | None = None
+        self._siblings = siblings
+        self._block: OpenStep | None = None
+        self._gradients: StepGradients | None = None
+        self._is_closed = False
+
+    # The module.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward: inside `accumulate`, or under `torch.no_grad()` for an evaluation."""
+        return self._run(self.module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # not there yet: only while the constructor runs
+            raise AttributeError(name)
+        value = getattr(self.module, name)
+        if not inspect.ismethod(value) or value.__func__ is getattr(nn.Module, name, None):
+            return value
+        return lambda *args, **kwargs: self._run(value, args, kwargs)
+
+    def train(self, mode: bool = True) -> ShardedModel:
+        """As `nn.Module.train`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> ShardedModel:
+        """As `nn.Module.eval`."""
+        return self.train(False)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_job()
+        block = self._block
+        if block is not None and not block.is_complete:
+            with self._forward_of(block, leading_size((args, kwargs))):
+                return function(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise LoopError(
+                "E701",
+                f"{type(self.module).__name__} runs with gradients outside of a step, where no backward could follow. "
+                f"Train inside `with model.accumulate():` (one backward each micro-step); evaluate under "
+                f"torch.no_grad().",
+            )
+        with self._engine.evaluation():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def _forward_of(self, block: OpenStep, rows: int | None) -> Iterator[None]:
+        """Dropout of one forward inside a block, by the law."""
+        if rows and block.rows is None:
+            block.rows = rows
+        if not rows or self._rules.dropout == "native":
+            yield
+            return
+        group = self._engine.group
+        first = (block.done // block.backwards * group.size + group.index) * rows
+        place = MicroStep(self._rules.seed, self.state.step, first, rows, rows * group.size)
+        if block.dropout is None:
+            block.dropout = StatelessDropout(must_agree=self._must_agree)
+        with block.dropout.entered(place):
+            yield
+
+    def _must_agree(self, line: str) -> None:
+        self._engine.group.log.must_agree(self._engine.group.axis, line)
+
+    # A step in one call.
+
+    def step(self, batch: Any) -> float:
+        """Forward and backward of a step, accumulation included; `step()` of the optimizer follows.
+
+        Args:
+            batch: of `job.batches`; or any batch: this rank's samples of the one micro-step, as many on every rank.
+
+        Returns:
+            The loss: global sum / global count, the same on every rank.
+
+        Raises:
+            NumericsError: E601 when loss or gradient is not finite; the step is left out. E602 when nothing counted.
+            ConfigError: E111, E112 about what the loss returns.
+            LoopError: E701, E703 for a call at the wrong time.
+        """
+        self._begin()
+        group = self._engine.group
+        if not isinstance(batch, StepBatch):
+            rows = leading_size(batch) or 1
+            geometry = BatchGeometry(rows * group.size, dp_size=group.size, dp_rank=group.index)
+            batch = StepBatch(geometry, partial(_whole, batch))
+        if self._rules.dropout == "stateless":
+            self.state.randomness = stateless_randomness(
+                batch.geometry, seed=self._rules.seed, must_agree=self._must_agree
+            )
+        if self._loss is None:
+            self._loss = self._check_loss(batch)
+        agreed = accumulate(
+            self.state,
+            batch.__getitem__,
+            loss=self._loss,
+            num_microbatches=len(batch),
+            parts=self._partial_shards(),
+        )
+        self._gradients = StepGradients(torch.empty(0), self._rules.clip_norm, agreed=agreed)
+        if not agreed.is_finite:
+            self._drop(agreed)
+            step = self.state.step - 1
+            raise explain_not_finite(self._engine, self._replayed(batch, step), loss=self._loss, step=step)
+        self._show_gradients()
+        return agreed.loss
+
+    def _check_loss(self, batch: StepBatch) -> Loss:
+        if self._user_loss is None:
+            raise LoopError(
+                "E701",
+                "model.step(batch) needs the loss: job.build(build, loss=loss), loss(model, batch) -> (sum, count); or "
+                "run `with model.accumulate():` with a loss of your own.",
+            )
+        return checked_loss(self._engine, self._user_loss, batch[0])
+
+    def _replayed(self, batch: StepBatch, step: int) -> Iterator[Any]:
+        for number in range(len(batch)):
+            micro_batch = batch[number]
+            with self.state.randomness(step, number):
+                yield micro_batch
+
+    # A step in the user's own lines.
+
+    @contextmanager
+    def accumulate(self, num_microbatches: int = 1, *, backwards: int = 1) -> Iterator[ShardedModel]:
+        """One step of `num_microbatches` micro-steps, each with `backwards` calls of backward; see [Note: gradients].
+
+        Args:
+            num_microbatches: the gradient is the mean over so many.
+            backwards: calls of `loss.backward()` a micro-step, whose gradients add up. Reductions start during the
+                very last one.
+
+        Raises:
+            LoopError: E701 inside another block, E702 when another number of calls came, E703 when the gradients of the
+                step before were never used.
+        """
+        if num_microbatches < 1 or backwards < 1:
+            raise LoopError(
+                "E702", f"accumulate({num_microbatches}, backwards={backwards}): both are 1 or more"
+            )
+        self._begin()
+        block = OpenStep(num_microbatches, backwards, start_step(self.state))
+        self._block = block
+        try:
+            self._engine.start_microbatch(last=block.expected == 1)
+            with BackwardWatch(self._run_mean):
+                yield self
+        finally:
+            self._block = None
+        if not block.is_complete:
+            raise LoopError(
+                "E702",
+                f"accumulate({num_microbatches}, backwards={backwards}) ended on rank {self._rank} after {block.done} "
+                f"of {block.expected} backward calls. Announce as many as come, on every rank alike; a micro-batch "
+                f"that counts nothing calls model.backward(0 * total, 0).",
+            )
+        self._gradients = StepGradients(block.tally, self._rules.clip_norm, block.kind)
+        self._show_gradients()
+
+    def backward(self, total: Tensor, count: Any) -> None:
+        """Backward of a sum over `count` things on this rank; the gradient is divided by the global count.
+
+        Args:
+            total: 0-dim sum over this rank's part, e.g. over valid tokens.
+            count: how many were summed; it may be 0 and differ between ranks.
+        """
+        block = self._open_block("sum")
+        tally = torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
+        self._run_backward(block, [total], [total.new_tensor(1 / self.state.expected_count)], None)
+        block.tally += tally
+
+    def _run_mean(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], retain_graph: bool | None
+    ) -> None:
+        """What `loss.backward()` becomes inside a block: of a mean over this rank's samples."""
+        block = self._open_block("mean")
+        shares = block.num_microbatches * self._engine.group.size
+        rows = block.rows or 1
+        self.state.expected_count = float(shares * rows)
+        seeds = [
+            torch.ones_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(tensors, gradients, strict=True)
+        ]
+        value = sum(
+            float((tensor.detach() * seed).sum()) for tensor, seed in zip(tensors, seeds, strict=True)
+        )
+        self._run_backward(block, tensors, [seed / shares for seed in seeds], retain_graph)
+        counted = rows if block.done % block.backwards == 0 else 0
+        block.tally += torch.tensor([value * rows, counted], dtype=torch.float64)
+        if counted:
+            block.rows = None
+
+    def clip_grad_norm(self, limit: float) -> float:
+        """Clip the gradient of this step by its norm over all parameters; the norm before, the same on every rank.
+
+        It takes the place of the job's clip_norm for this step, and acts when the optimizer makes its update.
+        """
+        gradients = self._need_gradients("clip_grad_norm()")
+        agreed = self._agree(gradients)
+        gradients.limit = limit
+        return agreed.norm
+
+    def _open_block(self, kind: str) -> OpenStep:
+        block = self._block
+        if block is None:
+            raise LoopError("E701", "backward outside of `with model.accumulate():`, where a step begins")
+        if block.is_complete:
+            raise LoopError(
+                "E702",
+                f"accumulate({block.num_microbatches}, backwards={block.backwards}) got a further backward call on "
+                f"rank {self._rank}: the gradients are on their way already. Announce as many as come.",
+            )
+        if block.kind not in ("", kind):
+            raise LoopError(
+                "E704",
+                "one step mixes loss.backward() (a mean) and model.backward(total, count) (a sum): their gradients "
+                "have no common divisor. Use one of them.",
+            )
+        block.kind = kind
+        return block
+
+    def _run_backward(
+        self,
+        block: OpenStep,
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        retain_graph: bool | None,
+    ) -> None:
+        engine = self._engine
+        scope: AbstractContextManager[None] = block.dropout.entered() if block.dropout else nullcontext()
+        with scope, backward_phase(engine):
+            pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]
+            if pairs:
+                torch.autograd.backward(
+                    [t for t, _ in pairs], [g for _, g in pairs], retain_graph=retain_graph
+                )
+        block.done += 1
+        if block.done % block.backwards == 0:
+            block.dropout = None
+        if not block.is_complete:
+            engine.start_microbatch(last=block.done == block.expected - 1)
+
+    # The update, made by an optimizer that `own_optimizer.py` ties to this model.
+
+    def start_update(self, part: Part) -> None:
+        """Before an optimizer's update of `part`: agree, normalise and clip its gradients."""
+        gradients = self._need_gradients("step()")
+        if part in gradients.stepped:
+            raise LoopError(
+                "E703",
+                "step() for the second time on the same gradients; one accumulate() or model.step() each",
+            )
+        agreed = self._agree(gradients)
+        norm = agreed.norm if part.is_all else agreed.part_norms[self.parts.index(part)]
+        scale = agreed.scale(gradients.limit, norm=norm)
+        self._engine.group.log.progress("optimizer")
+        if part.is_all:
+            self._engine.scale_gradients(scale)
+        elif scale != 1.0:
+            for shard in part.shards:
+                shard.gradient.mul_(scale)
+        part.flag.grad = None
+        for shard in part.shards:
+            shard.parameter.grad = shard.gradient if shard.name in agreed.used else None
+        self.result = StepResult(agreed.loss, int(agreed.count), norm, True, scale)
+
+    def finish_update(self, part: Part) -> None:
+        """After it: hand the new weights to all ranks, and forget the gradients."""
+        gradients = self._gradients
+        assert gradients is not None, "finish_update without start_update"
+        assert gradients.agreed is not None, "finish_update without start_update"
+        self._engine.finish_step()
+        if not gradients.stepped:
+            advance(self.state, gradients.agreed)
+        gradients.stepped.append(part)
+        for shard in part.shards:
+            shard.parameter.grad = None
+
+    def _partial_shards(self) -> list[tuple[ShardParameter, ...]]:
+        return [part.shards for part in self.parts if not part.is_all]
+
+    def _agree(self, gradients: StepGradients) -> Agreed:
+        if gradients.agreed is None:
+            agreed = agree(self.state, gradients.tally, parts=self._partial_shards())
+            if gradients.kind == "mean" and abs(agreed.correction - 1) > _ROUNDING:
+                raise LoopError(
+                    "E704",
+                    f"loss.backward() is a mean over equally many samples on every rank and micro-step, but rank "
+                    f"{self._rank} expected {self.state.expected_count:g} in this step and all ranks had "
+                    f"{agreed.count:g}. Give every rank as many, or call model.backward(total, count).",
+                )
+            gradients.agreed = agreed
+            if not agreed.is_finite:
+                self._drop(agreed)
+                raise NumericsError(
+                    "E601",
+                    f"loss or gradient is not finite at step {self.state.step - 1} (loss {agreed.loss:g}, gradient "
+                    f"norm {agreed.norm:g}). Step skipped, not applied. Lower the learning rate, or look at the "
+                    f"samples of this step.",
+                )
+        return gradients.agreed
+
+    # Rules.
+
+    @property
+    def _rank(self) -> int:
+        return self._engine.group.log.rank
+
+    def _check_job(self) -> None:
+        if self._is_closed:
+            raise LoopError(
+                "E705",
+                f"{type(self.module).__name__} is used after its job ended; stay inside `with meshwright.job():`",
+            )
+
+    def close(self) -> None:
+        """The job has ended."""
+        self._is_closed = True
+
+    def _begin(self) -> None:
+        self._check_job()
+        if any(model._block is not None for model in self._siblings):
+            raise LoopError(
+                "E701",
+                "a step begins inside another `with model.accumulate():`. Modules that train together are parts of one "
+                'module: build both in one, and give each its optimizer with only="name.*".',
+            )
+        gradients = self._gradients
+        if gradients is not None and not gradients.stepped and self._are_shown():
+            raise LoopError(
+                "E703",
+                "the gradients of the step before were never used: step() of an optimizer made by job.optimizer comes "
+                "after each accumulate() or model.step(). (An optimizer over model.parameters() updates nothing.) To "
+                "leave a step out, call zero_grad().",
+            )
+        self._gradients = None
+
+    def _need_gradients(self, what: str) -> StepGradients:
+        self._check_job()
+        gradients = self._gradients
+        if self._block is not None:
+            raise LoopError("E703", f"{what} inside `with model.accumulate():`; it comes after the block")
+        if gradients is None or (not gradients.stepped and not self._are_shown()):
+            raise LoopError(
+                "E703",
+                f"{what} without new gradients: model.step(batch), or `with model.accumulate():` with backward in it, "
+                f"comes before, and zero_grad() not between.",
+            )
+        return gradients
+
+    def _show_gradients(self) -> None:
+        for part in self.parts:
+            part.flag.grad = torch.zeros_like(part.flag)
+            for shard in part.shards:
+                shard.parameter.grad = shard.gradient
+
+    def _are_shown(self) -> bool:
+        """Whether gradients are there to use; without any optimizer too, for nobody could take them away."""
+        return not self.parts or any(part.flag.grad is not None for part in self.parts)
+
+    def _drop(self, agreed: Agreed) -> None:
+        """Leave out the step: nothing of it is applied, and the next one may begin."""
+        advance(self.state, agreed)
+        self.result = StepResult(agreed.loss, int(agreed.count), agreed.norm, False, 0.0)
+        self._gradients = None
+
+
+def _whole(batch: Any, _microbatch: int) -> Any:
+    return batch
