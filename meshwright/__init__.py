@@ -15,10 +15,11 @@ _EXPORTS = {
     "RunConfig": "meshwright.training.config",
     "TrainPlan": "meshwright.layout.plan",
     "hf": "meshwright.training.hf",
+    "job": "meshwright.launching.own_script",
     "train": "meshwright.launching",
     "verify": "meshwright.launching.verify",
 }
-__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "hf", "train", "verify"]
+__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "hf", "job", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -119,9 +119,14 @@ def connect(world: World, *, device: torch.device, timeout_seconds: float) -> No
     dist.init_process_group(backend, store=prefixed, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
+def is_connected() -> bool:
+    """Whether this process has joined a process group."""
+    return dist.is_initialized()
+
+
 def disconnect() -> None:
     """Leave the process group, if any."""
-    if dist.is_initialized():
+    if is_connected():
         dist.destroy_process_group()
 
 

@@ -26,6 +26,9 @@ from meshwright.training.planning import local_world_size, plan_of
 if TYPE_CHECKING:
     from meshwright.comm.mesh import World
 
+# Tells a script on our ranks where its launcher looks when one of them fails.
+RUN_DIR_VARIABLE = "MESHWRIGHT_RUN_DIR"
+
 
 def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None = None) -> dict[str, Any]:
     """Train what `resolved` says: on local workers, or in this process if a launcher started it as a worker.
@@ -217,7 +220,11 @@ def _run_worker(
         console.close()
 
 
-def _run_script(path: Path, arguments: list[str], _world: World | None, _context: object) -> None:
+def _run_script(
+    path: Path, arguments: list[str], _world: World | None, context: WorkerContext | None
+) -> None:
+    if context is not None:
+        os.environ[RUN_DIR_VARIABLE] = str(context.run_dir)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")

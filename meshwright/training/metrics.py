@@ -106,6 +106,11 @@ class MetricsWriter:
 
             self._board = SummaryWriter(str(run_dir / "events"))
 
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one line of numbers of your own, with `step` among them."""
+        print(json.dumps(record), file=self._file)
+        self._scalars({n: v for n, v in record.items() if n != "step"}, record["step"])
+
     def step(self, record: StepRecord) -> None:
         """Write one step."""
         print(json.dumps(asdict(record)), file=self._file)

@@ -134,8 +134,8 @@ class ShardedModel:
     @contextmanager
     def _forward_of(self, block: OpenStep, rows: int | None) -> Iterator[None]:
         """Dropout of one forward inside a block, by the law."""
-        if rows and block.rows is None:
-            block.rows = rows
+        if rows and block.counts_rows and torch.is_grad_enabled():
+            block.rows, block.counts_rows = rows, False
         if not rows or self._rules.dropout == "native":
             yield
             return
@@ -151,6 +151,19 @@ class ShardedModel:
         self._engine.group.log.must_agree(self._engine.group.axis, line)
 
     # A step in one call.
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that `build` was given, as (sum, count) once a step has tested it."""
+        if self._loss is not None:
+            return self._loss
+        if self._user_loss is None:
+            raise LoopError(
+                "E701",
+                "the model was built without a loss: job.build(build, loss=loss), loss(model, batch) -> (sum, count); "
+                "or run `with model.accumulate():` with a loss of your own.",
+            )
+        return self._user_loss
 
     def step(self, batch: Any) -> float:
         """Forward and backward of a step, accumulation included; `step()` of the optimizer follows.
@@ -177,7 +190,7 @@ class ShardedModel:
                 batch.geometry, seed=self._rules.seed, must_agree=self._must_agree
             )
         if self._loss is None:
-            self._loss = self._check_loss(batch)
+            self._loss = checked_loss(self._engine, self.loss, batch[0])
         agreed = accumulate(
             self.state,
             batch.__getitem__,
@@ -192,15 +205,6 @@ class ShardedModel:
             raise explain_not_finite(self._engine, self._replayed(batch, step), loss=self._loss, step=step)
         self._show_gradients()
         return agreed.loss
-
-    def _check_loss(self, batch: StepBatch) -> Loss:
-        if self._user_loss is None:
-            raise LoopError(
-                "E701",
-                "model.step(batch) needs the loss: job.build(build, loss=loss), loss(model, batch) -> (sum, count); or "
-                "run `with model.accumulate():` with a loss of your own.",
-            )
-        return checked_loss(self._engine, self._user_loss, batch[0])
 
     def _replayed(self, batch: StepBatch, step: int) -> Iterator[Any]:
         for number in range(len(batch)):
@@ -264,7 +268,7 @@ class ShardedModel:
         """What `loss.backward()` becomes inside a block: of a mean over this rank's samples."""
         block = self._open_block("mean")
         shares = block.num_microbatches * self._engine.group.size
-        rows = block.rows or 1
+        rows = block.rows
         self.state.expected_count = float(shares * rows)
         seeds = [
             torch.ones_like(tensor) if gradient is None else gradient
@@ -276,8 +280,7 @@ class ShardedModel:
         self._run_backward(block, tensors, [seed / shares for seed in seeds], retain_graph)
         counted = rows if block.done % block.backwards == 0 else 0
         block.tally += torch.tensor([value * rows, counted], dtype=torch.float64)
-        if counted:
-            block.rows = None
+        block.counts_rows = block.counts_rows or bool(counted)
 
     def clip_grad_norm(self, limit: float) -> float:
         """Clip the gradient of this step by its norm over all parameters; the norm before, the same on every rank.

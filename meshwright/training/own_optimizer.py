@@ -67,7 +67,7 @@ def make_own_optimizer(
     model.parts.append(part)
 
     def before(_optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(value is not None for value in (*args, *kwargs.values())):
+        if any(value is not None for value in (*args[1:], *kwargs.values())):  # the first is the optimizer
             raise LoopError(
                 "E703",
                 "step(closure): forwards and backwards belong before it, into model.step or accumulate()",

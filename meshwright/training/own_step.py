@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.adapt.dropout import StatelessDropout
+from meshwright.adapt.dropout import DropoutKind, StatelessDropout
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import LoopError
 from meshwright.sharding.engine import ShardParameter
@@ -31,7 +31,7 @@ class LoopRules:
     """
 
     seed: int = 0
-    dropout: str = "stateless"
+    dropout: DropoutKind = "stateless"
     clip_norm: float | None = None
 
 
@@ -82,7 +82,8 @@ class OpenStep:
     backwards: int
     tally: Tensor
     done: int = 0
-    rows: int | None = None
+    rows: int = 1
+    counts_rows: bool = True
     kind: str = ""
     dropout: StatelessDropout | None = None
 

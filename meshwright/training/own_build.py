@@ -1,0 +1,79 @@
+"""From a user's function to a sharded model of a user's own loop.
+
+Owns the order: build under the seed, compare over ranks, shard, adapt. Must not know optimizers, data or scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.adapt import registry
+from meshwright.comm.mesh import Mesh
+from meshwright.layout.plan import TrainPlan
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.initialise import call_build, first_values
+from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.own_loop import ShardedModel
+from meshwright.training.own_step import LoopRules
+from meshwright.training.state import TrainState
+from meshwright.training.task import DTYPES, check_same_model
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where models of a job are built.
+
+    Attributes:
+        plan: its policy and precision; batches have plans of their own.
+        mesh: connected ranks.
+        rules: of the loops.
+    """
+
+    plan: TrainPlan
+    mesh: Mesh
+    rules: LoopRules
+
+
+def build_model(
+    build: Callable[[], Any],
+    site: Site,
+    *,
+    loss: Callable[[Any, Any], Any] | None,
+    siblings: list[ShardedModel],
+    say: Callable[[str], None],
+) -> ShardedModel:
+    """What `Job.build` does.
+
+    Args:
+        build: () -> nn.Module, the same on every rank.
+        site: where.
+        loss: of `model.step`.
+        siblings: the job's models.
+        say: is told warnings.
+    """
+    rules, mesh = site.rules, site.mesh
+    torch.manual_seed(rules.seed)
+    module = call_build(build)
+    module.to(DTYPES[site.plan.precision])
+    initialiser = first_values(build, module, rules.seed)
+    group = mesh.group("dp")
+    check_same_model(module, group, device=mesh.device)
+    engine = ShardingEngine(
+        module,
+        policy=site.plan.policy,
+        groups=mesh.data_groups(),
+        device=mesh.device,
+        initialiser=initialiser,
+    )
+    for text in registry.warnings_of(
+        module, dropout_kind=rules.dropout, num_ranks=group.size, num_microbatches=1
+    ):
+        say(text)
+    registry.install(module, engine, dropout_kind=rules.dropout)
+    # Optimizers come later, and each is tied to the model by its hooks.
+    state = TrainState(engine, ShardedOptimizer(OptimizerSpec(), []))
+    return ShardedModel(state, rules=rules, loss=loss, siblings=siblings)
