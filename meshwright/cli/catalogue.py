@@ -325,6 +325,46 @@ CATALOGUE = (
         "values near 65,504 in the model.",
     ),
     CodeEntry(
+        "E701",
+        "a forward or backward outside of its step",
+        "Gradients are summed over ranks in steps. In a loop of your own a step is a block `with model.accumulate(n):`"
+        "; outside of it weights may be sharded and gradients have nowhere to go.",
+        "Put model(x) and loss.backward() into the block; evaluate under torch.no_grad(); one block at a time.",
+    ),
+    CodeEntry(
+        "E702",
+        "another number of backward calls than announced",
+        "accumulate(n, backwards=b) expects n x b calls of backward() on every rank: during the last one gradients "
+        "start on their way.",
+        "Announce as many as come. A rank with nothing to count calls model.backward(0 * total, 0).",
+    ),
+    CodeEntry(
+        "E703",
+        "an update without gradients, or gradients without an update",
+        "step() of an optimizer uses the gradients of one accumulate() or model.step(), once. Gradients that nobody "
+        "uses mean that an optimizer is missing: torch's own over model.parameters() sees none.",
+        "Make optimizers by job.optimizer, and call step() once after each block; zero_grad() leaves a step out.",
+    ),
+    CodeEntry(
+        "E704",
+        "means that have no common weight",
+        "A bare loss.backward() is a mean over this rank's samples, and every rank and micro-step must have equally "
+        "many; it cannot be mixed with sums in one step.",
+        "Give every rank as many samples, or call model.backward(total, count) with a sum and its count.",
+    ),
+    CodeEntry(
+        "E705",
+        "a job inside another, or a model after its job",
+        "`with meshwright.job()` connects this process to its peers, once, and disconnects at its end.",
+        "Keep one job open around all that uses it, and leave torch.distributed.init_process_group out.",
+    ),
+    CodeEntry(
+        "E706",
+        "parameters that an optimizer cannot have",
+        "only= chose none, or some that another optimizer trains.",
+        "Take names as model.named_parameters() has them; patterns are those of file names (`head.*`).",
+    ),
+    CodeEntry(
         "E801",
         "a model that comes out differently when it is built again",
         "Every rank builds the model by itself. Two builds in one process gave other values, so ranks would too.",

@@ -272,6 +272,11 @@ class ShardingEngine:
             memory.is_published = False
         self.finish_step()
 
+    def await_gradients(self) -> None:
+        """Return when every gradient is where the optimizer reads it, for an update in one piece."""
+        for memory in self._trained:
+            memory.finish_fetch()
+
     def updating(self) -> Iterator[list[ShardParameter]]:
         """The shards, in the parts in which an optimizer should update them; each with its gradient in place.
 

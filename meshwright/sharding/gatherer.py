@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.comm.ops import Group, Handle
-from meshwright.errors import LoopError
 from meshwright.sharding.memory import BucketMemory, BufferPool
 
 Phase = Literal["idle", "forward", "backward", "evaluation"]
@@ -249,12 +248,6 @@ class Gatherer:
         return True
 
     def _open_inside_forward(self, unit: GatheredUnit) -> None:
-        if self._phase == "idle":
-            raise LoopError(
-                "E701",
-                f"a gradient is asked of module {unit.name!r} outside of a step, where its weights are sharded "
-                f"(zero3): call backward() or torch.autograd.grad inside `with model.accumulate():`",
-            )
         if self._inner is not None and self._inner is not unit:
             self._release(self._inner)
         self._inner = unit

@@ -26,15 +26,15 @@ from meshwright.layout.plan import TrainPlan
 from meshwright.training.config import RunConfig
 from meshwright.training.console import Console
 from meshwright.training.determinism import prepare
-from meshwright.training.loop import choose_device
+from meshwright.training.device import choose_device
 from meshwright.training.metrics import MetricsWriter, gather_numbers
 from meshwright.training.own_build import Site, build_model
 from meshwright.training.own_loop import ShardedModel
 from meshwright.training.own_optimizer import Choice, Groups, make_own_optimizer
 from meshwright.training.own_step import LoopRules, StepBatch
 from meshwright.training.planning import plan_of
+from meshwright.training.precision import MASTER_DTYPES
 from meshwright.training.step import evaluate
-from meshwright.training.task import DTYPES
 from meshwright.training.tree import cast_batch
 
 
@@ -217,7 +217,7 @@ class Job:
 
     def to_device(self, batch: Any) -> Any:
         """A batch of your own, nested, on this rank's device and with floating tensors in the plan's precision."""
-        return cast_batch(batch, DTYPES[self._plan.precision], self.device)
+        return cast_batch(batch, MASTER_DTYPES[self._plan.precision], self.device)
 
     # Numbers.
 

@@ -109,7 +109,10 @@ class MetricsWriter:
     def write(self, record: dict[str, Any]) -> None:
         """Write one line of numbers of your own, with `step` among them."""
         print(json.dumps(record), file=self._file)
-        self._scalars({n: v for n, v in record.items() if n != "step"}, record["step"])
+        if self._board is not None:
+            for name, value in record.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, record["step"])
 
     def step(self, record: StepRecord) -> None:
         """Write one step."""

@@ -16,11 +16,13 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout.plan import TrainPlan
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.initialise import call_build, first_values
+from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.own_loop import ShardedModel
 from meshwright.training.own_step import LoopRules
+from meshwright.training.precision import COMPUTE_DTYPES, to_master, warnings_of
 from meshwright.training.state import TrainState
-from meshwright.training.task import DTYPES, check_same_model
+from meshwright.training.task import check_same_model
 
 
 @dataclass(frozen=True)
@@ -55,25 +57,27 @@ def build_model(
         siblings: the job's models.
         say: is told warnings.
     """
-    rules, mesh = site.rules, site.mesh
+    rules, mesh, plan = site.rules, site.mesh, site.plan
     torch.manual_seed(rules.seed)
     module = call_build(build)
-    module.to(DTYPES[site.plan.precision])
+    to_master(module, plan.precision)
     initialiser = first_values(build, module, rules.seed)
     group = mesh.group("dp")
     check_same_model(module, group, device=mesh.device)
     engine = ShardingEngine(
         module,
-        policy=site.plan.policy,
+        policy=plan.policy,
         groups=mesh.data_groups(),
         device=mesh.device,
         initialiser=initialiser,
+        compute_dtype=COMPUTE_DTYPES[plan.precision],
+        offload=plan.offload == "optimizer",
     )
-    for text in registry.warnings_of(
-        module, dropout_kind=rules.dropout, num_ranks=group.size, num_microbatches=1
-    ):
+    texts = registry.warnings_of(module, dropout_kind=rules.dropout, num_ranks=group.size, num_microbatches=1)
+    for text in [*warnings_of(plan, mesh.device), *texts]:
         say(text)
     registry.install(module, engine, dropout_kind=rules.dropout)
     # Optimizers come later, and each is tied to the model by its hooks.
-    state = TrainState(engine, ShardedOptimizer(OptimizerSpec(), []))
+    scale = LossScale() if plan.precision == "fp16" else None
+    state = TrainState(engine, ShardedOptimizer(OptimizerSpec(), []), loss_scale=scale)
     return ShardedModel(state, rules=rules, loss=loss, siblings=siblings)

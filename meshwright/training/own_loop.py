@@ -18,19 +18,18 @@ samples of a forward are counted by the first dim of its first tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.adapt.dropout import StatelessDropout
-from meshwright.comm.rng import MicroStep
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import LoopError, NumericsError
 from meshwright.sharding.engine import ShardParameter
+from meshwright.sharding.gatherer import tensors_in
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.normaliser import checked_loss
 from meshwright.training.own_step import (
@@ -50,8 +49,7 @@ from meshwright.training.step import (
     accumulate,
     advance,
     agree,
-    backward_phase,
-    start_step,
+    first_count,
 )
 from meshwright.training.tree import leading_size
 
@@ -119,8 +117,12 @@ class ShardedModel:
         self._check_job()
         block = self._block
         if block is not None and not block.is_complete:
-            with self._forward_of(block, leading_size((args, kwargs))):
-                return function(*args, **kwargs)
+            with block.forward(leading_size((args, kwargs))):
+                output = function(*args, **kwargs)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._check_gradient)
+            return output
         if torch.is_grad_enabled():
             raise LoopError(
                 "E701",
@@ -131,21 +133,13 @@ class ShardedModel:
         with self._engine.evaluation():
             return function(*args, **kwargs)
 
-    @contextmanager
-    def _forward_of(self, block: OpenStep, rows: int | None) -> Iterator[None]:
-        """Dropout of one forward inside a block, by the law."""
-        if rows and block.counts_rows and torch.is_grad_enabled():
-            block.rows, block.counts_rows = rows, False
-        if not rows or self._rules.dropout == "native":
-            yield
-            return
-        group = self._engine.group
-        first = (block.done // block.backwards * group.size + group.index) * rows
-        place = MicroStep(self._rules.seed, self.state.step, first, rows, rows * group.size)
-        if block.dropout is None:
-            block.dropout = StatelessDropout(must_agree=self._must_agree)
-        with block.dropout.entered(place):
-            yield
+    def _check_gradient(self, _gradient: Tensor) -> None:
+        if self._block is None or self._block.is_complete:
+            raise LoopError(
+                "E701",
+                f"a gradient is asked of {type(self.module).__name__} outside of a step: call backward() and "
+                f"torch.autograd.grad inside `with model.accumulate():`, as often as it says.",
+            )
 
     def _must_agree(self, line: str) -> None:
         self._engine.group.log.must_agree(self._engine.group.axis, line)
@@ -191,6 +185,10 @@ class ShardedModel:
             )
         if self._loss is None:
             self._loss = checked_loss(self._engine, self.loss, batch[0])
+            if self.state.loss_scale is not None:
+                self.state.expected_count = first_count(
+                    self._engine, batch[0], loss=self._loss, num_microbatches=len(batch)
+                )
         agreed = accumulate(
             self.state,
             batch.__getitem__,
@@ -199,7 +197,7 @@ class ShardedModel:
             parts=self._partial_shards(),
         )
         self._gradients = StepGradients(torch.empty(0), self._rules.clip_norm, agreed=agreed)
-        if not agreed.is_finite:
+        if not agreed.is_finite and not self._overflowed(agreed):
             self._drop(agreed)
             step = self.state.step - 1
             raise explain_not_finite(self._engine, self._replayed(batch, step), loss=self._loss, step=step)
@@ -232,22 +230,14 @@ class ShardedModel:
                 "E702", f"accumulate({num_microbatches}, backwards={backwards}): both are 1 or more"
             )
         self._begin()
-        block = OpenStep(num_microbatches, backwards, start_step(self.state))
-        self._block = block
+        step = OpenStep(self.state, self._rules, num_microbatches=num_microbatches, backwards=backwards)
+        self._block = step
         try:
-            self._engine.start_microbatch(last=block.expected == 1)
-            with BackwardWatch(self._run_mean):
+            with BackwardWatch(step.run_mean):
                 yield self
         finally:
             self._block = None
-        if not block.is_complete:
-            raise LoopError(
-                "E702",
-                f"accumulate({num_microbatches}, backwards={backwards}) ended on rank {self._rank} after {block.done} "
-                f"of {block.expected} backward calls. Announce as many as come, on every rank alike; a micro-batch "
-                f"that counts nothing calls model.backward(0 * total, 0).",
-            )
-        self._gradients = StepGradients(block.tally, self._rules.clip_norm, block.kind)
+        self._gradients = step.finish(self._rules.clip_norm)
         self._show_gradients()
 
     def backward(self, total: Tensor, count: Any) -> None:
@@ -257,30 +247,11 @@ class ShardedModel:
             total: 0-dim sum over this rank's part, e.g. over valid tokens.
             count: how many were summed; it may be 0 and differ between ranks.
         """
-        block = self._open_block("sum")
-        tally = torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
-        self._run_backward(block, [total], [total.new_tensor(1 / self.state.expected_count)], None)
-        block.tally += tally
-
-    def _run_mean(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], retain_graph: bool | None
-    ) -> None:
-        """What `loss.backward()` becomes inside a block: of a mean over this rank's samples."""
-        block = self._open_block("mean")
-        shares = block.num_microbatches * self._engine.group.size
-        rows = block.rows
-        self.state.expected_count = float(shares * rows)
-        seeds = [
-            torch.ones_like(tensor) if gradient is None else gradient
-            for tensor, gradient in zip(tensors, gradients, strict=True)
-        ]
-        value = sum(
-            float((tensor.detach() * seed).sum()) for tensor, seed in zip(tensors, seeds, strict=True)
-        )
-        self._run_backward(block, tensors, [seed / shares for seed in seeds], retain_graph)
-        counted = rows if block.done % block.backwards == 0 else 0
-        block.tally += torch.tensor([value * rows, counted], dtype=torch.float64)
-        block.counts_rows = block.counts_rows or bool(counted)
+        if self._block is None:
+            raise LoopError(
+                "E701", "model.backward() outside of `with model.accumulate():`, where a step begins"
+            )
+        self._block.run_sum(total, count)
 
     def clip_grad_norm(self, limit: float) -> float:
         """Clip the gradient of this step by its norm over all parameters; the norm before, the same on every rank.
@@ -291,46 +262,6 @@ class ShardedModel:
         agreed = self._agree(gradients)
         gradients.limit = limit
         return agreed.norm
-
-    def _open_block(self, kind: str) -> OpenStep:
-        block = self._block
-        if block is None:
-            raise LoopError("E701", "backward outside of `with model.accumulate():`, where a step begins")
-        if block.is_complete:
-            raise LoopError(
-                "E702",
-                f"accumulate({block.num_microbatches}, backwards={block.backwards}) got a further backward call on "
-                f"rank {self._rank}: the gradients are on their way already. Announce as many as come.",
-            )
-        if block.kind not in ("", kind):
-            raise LoopError(
-                "E704",
-                "one step mixes loss.backward() (a mean) and model.backward(total, count) (a sum): their gradients "
-                "have no common divisor. Use one of them.",
-            )
-        block.kind = kind
-        return block
-
-    def _run_backward(
-        self,
-        block: OpenStep,
-        tensors: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        retain_graph: bool | None,
-    ) -> None:
-        engine = self._engine
-        scope: AbstractContextManager[None] = block.dropout.entered() if block.dropout else nullcontext()
-        with scope, backward_phase(engine):
-            pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]
-            if pairs:
-                torch.autograd.backward(
-                    [t for t, _ in pairs], [g for _, g in pairs], retain_graph=retain_graph
-                )
-        block.done += 1
-        if block.done % block.backwards == 0:
-            block.dropout = None
-        if not block.is_complete:
-            engine.start_microbatch(last=block.done == block.expected - 1)
 
     # The update, made by an optimizer that `own_optimizer.py` ties to this model.
 
@@ -346,27 +277,35 @@ class ShardedModel:
         norm = agreed.norm if part.is_all else agreed.part_norms[self.parts.index(part)]
         scale = agreed.scale(gradients.limit, norm=norm)
         self._engine.group.log.progress("optimizer")
+        self._engine.await_gradients()
         if part.is_all:
             self._engine.scale_gradients(scale)
         elif scale != 1.0:
             for shard in part.shards:
                 shard.gradient.mul_(scale)
         part.flag.grad = None
+        used = agreed.used if agreed.is_finite else frozenset()
         for shard in part.shards:
-            shard.parameter.grad = shard.gradient if shard.name in agreed.used else None
-        self.result = StepResult(agreed.loss, int(agreed.count), norm, True, scale)
+            shard.parameter.grad = shard.gradient if shard.name in used else None
+        self.result = _result(agreed, norm, scale, overflowed=self._overflowed(agreed))
 
     def finish_update(self, part: Part) -> None:
         """After it: hand the new weights to all ranks, and forget the gradients."""
         gradients = self._gradients
         assert gradients is not None, "finish_update without start_update"
         assert gradients.agreed is not None, "finish_update without start_update"
-        self._engine.finish_step()
         if not gradients.stepped:
+            self._engine.finish_step()
             advance(self.state, gradients.agreed)
+        else:
+            self._engine.publish_masters()
         gradients.stepped.append(part)
         for shard in part.shards:
             shard.parameter.grad = None
+
+    def _overflowed(self, agreed: Agreed) -> bool:
+        """Whether the step is left out and only moves fp16's loss scale."""
+        return self.state.loss_scale is not None and agreed.has_overflowed
 
     def _partial_shards(self) -> list[tuple[ShardParameter, ...]]:
         return [part.shards for part in self.parts if not part.is_all]
@@ -374,7 +313,7 @@ class ShardedModel:
     def _agree(self, gradients: StepGradients) -> Agreed:
         if gradients.agreed is None:
             agreed = agree(self.state, gradients.tally, parts=self._partial_shards())
-            if gradients.kind == "mean" and abs(agreed.correction - 1) > _ROUNDING:
+            if gradients.kind == "mean" and abs(self.state.expected_count / agreed.count - 1) > _ROUNDING:
                 raise LoopError(
                     "E704",
                     f"loss.backward() is a mean over equally many samples on every rank and micro-step, but rank "
@@ -382,7 +321,7 @@ class ShardedModel:
                     f"{agreed.count:g}. Give every rank as many, or call model.backward(total, count).",
                 )
             gradients.agreed = agreed
-            if not agreed.is_finite:
+            if not agreed.is_finite and not self._overflowed(agreed):
                 self._drop(agreed)
                 raise NumericsError(
                     "E601",
@@ -411,7 +350,7 @@ class ShardedModel:
 
     def _begin(self) -> None:
         self._check_job()
-        if any(model._block is not None for model in self._siblings):
+        if any(model._block is not None for model in (self, *self._siblings)):
             raise LoopError(
                 "E701",
                 "a step begins inside another `with model.accumulate():`. Modules that train together are parts of one "
@@ -453,8 +392,12 @@ class ShardedModel:
     def _drop(self, agreed: Agreed) -> None:
         """Leave out the step: nothing of it is applied, and the next one may begin."""
         advance(self.state, agreed)
-        self.result = StepResult(agreed.loss, int(agreed.count), agreed.norm, False, 0.0)
+        self.result = _result(agreed, agreed.norm, 0.0, overflowed=False)
         self._gradients = None
+
+
+def _result(agreed: Agreed, norm: float, scale: float, *, overflowed: bool) -> StepResult:
+    return StepResult(agreed.loss, int(agreed.count), norm, agreed.is_finite, scale, overflowed)
 
 
 def _whole(batch: Any, _microbatch: int) -> Any:

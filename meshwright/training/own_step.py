@@ -1,12 +1,14 @@
 """What a step of a user's own loop is made of: its rules, its batch, its open and its closed state, its backward calls.
 
-Plain values that `own_loop.py` moves along; it owns what they mean together.
+Owns one step from its first forward to its last backward. What may follow what between steps is `own_loop.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.adapt.dropout import DropoutKind, StatelessDropout
+from meshwright.comm.rng import MicroStep
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import LoopError
 from meshwright.sharding.engine import ShardParameter
-from meshwright.training.step import Agreed
+from meshwright.training.state import TrainState
+from meshwright.training.step import Agreed, backward_phase, start_step
 
 
 @dataclass(frozen=True)
@@ -75,38 +79,154 @@ class Part:
 
 
 @dataclass
-class OpenStep:
-    """An open `accumulate`: what has come so far."""
-
-    num_microbatches: int
-    backwards: int
-    tally: Tensor
-    done: int = 0
-    rows: int = 1
-    counts_rows: bool = True
-    kind: str = ""
-    dropout: StatelessDropout | None = None
-
-    @property
-    def expected(self) -> int:
-        """Backward calls that the block announced."""
-        return self.num_microbatches * self.backwards
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all of them came."""
-        return self.done == self.expected
-
-
-@dataclass
 class StepGradients:
-    """Gradients of a closed step, until the next one begins."""
+    """Gradients of a closed step, until the next one begins.
+
+    Attributes:
+        tally: loss sum and count of this rank.
+        limit: of the norm, or None.
+        kind: `mean` or `sum`, as its backward calls were; empty for `model.step`.
+        agreed: what all ranks know of it, once asked.
+        stepped: the parts that have been updated by it.
+    """
 
     tally: Tensor
     limit: float | None
     kind: str = ""
     agreed: Agreed | None = None
     stepped: list[Part] = field(default_factory=list)
+
+
+class OpenStep:
+    """An open `accumulate`: runs its forwards and backwards, and counts them.
+
+    Args:
+        state: of the model; its step begins here.
+        rules: of the loop.
+        num_microbatches: micro-steps to come.
+        backwards: backward calls of each.
+
+    Attributes:
+        done: backward calls so far.
+    """
+
+    def __init__(self, state: TrainState, rules: LoopRules, *, num_microbatches: int, backwards: int) -> None:
+        self.done = 0
+        self._state = state
+        self._engine = state.engine
+        self._group = state.engine.group
+        self._rules = rules
+        self._num_microbatches = num_microbatches
+        self._backwards = backwards
+        self._kind = ""
+        self._rows = 1
+        self._counts_rows = True
+        self._dropout: StatelessDropout | None = None
+        self._tally = start_step(state)
+        self._engine.start_microbatch(last=self._expected == 1)
+
+    @property
+    def _expected(self) -> int:
+        return self._num_microbatches * self._backwards
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all backward calls came."""
+        return self.done == self._expected
+
+    @contextmanager
+    def forward(self, rows: int | None) -> Iterator[None]:
+        """Around a forward over `rows` samples of this rank (None: unknown): its dropout by the law."""
+        if rows and self._counts_rows and torch.is_grad_enabled():
+            self._rows, self._counts_rows = rows, False
+        if not rows or self._rules.dropout == "native":
+            yield
+            return
+        size = self._group.size
+        first = (self.done // self._backwards * size + self._group.index) * rows
+        place = MicroStep(self._rules.seed, self._state.step, first, rows, rows * size)
+        if self._dropout is None:
+            self._dropout = StatelessDropout(must_agree=partial(self._group.log.must_agree, self._group.axis))
+        with self._dropout.entered(place):
+            yield
+
+    def run_mean(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], retain_graph: bool | None
+    ) -> None:
+        """What `loss.backward()` becomes: of a mean over this rank's samples.
+
+        Args:
+            tensors: losses.
+            gradients: by which each is multiplied; None: by one.
+            retain_graph: as torch's.
+        """
+        self._check("mean")
+        rows, state = self._rows, self._state
+        state.expected_count = float(self._num_microbatches * self._group.size * rows)
+        seeds = [
+            torch.ones_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(tensors, gradients, strict=True)
+        ]
+        pairs = list(zip(tensors, seeds, strict=True))
+        value = sum(float((tensor.detach() * seed).sum()) for tensor, seed in pairs)
+        self._run([(tensor, seed * (rows / state.divisor)) for tensor, seed in pairs], retain_graph)
+        ends_microbatch = self.done % self._backwards == 0
+        self._tally += torch.tensor([value * rows, rows if ends_microbatch else 0], dtype=torch.float64)
+        self._counts_rows |= ends_microbatch
+
+    def run_sum(self, total: Tensor, count: Any) -> None:
+        """Backward of a sum over `count` things of this rank."""
+        self._check("sum")
+        tally = torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
+        self._run([(total, torch.full_like(total, 1 / self._state.divisor))], None)
+        self._tally += tally
+
+    def finish(self, limit: float | None) -> StepGradients:
+        """The gradients of the step, to be clipped at `limit`.
+
+        Raises:
+            LoopError: E702 when backward calls are missing.
+        """
+        if not self.is_complete:
+            raise LoopError(
+                "E702",
+                f"{self._announced} ended on rank {self._group.log.rank} after {self.done} of {self._expected} "
+                f"backward calls. Announce as many as come, on every rank alike; a micro-batch that counts nothing "
+                f"calls model.backward(0 * total, 0).",
+            )
+        return StepGradients(self._tally, limit, self._kind)
+
+    @property
+    def _announced(self) -> str:
+        return f"accumulate({self._num_microbatches}, backwards={self._backwards})"
+
+    def _check(self, kind: str) -> None:
+        if self.is_complete:
+            raise LoopError(
+                "E702",
+                f"{self._announced} got a further backward call on rank {self._group.log.rank}: the gradients are on "
+                f"their way already. Announce as many as come.",
+            )
+        if self._kind not in ("", kind):
+            raise LoopError(
+                "E704",
+                "one step mixes loss.backward() (a mean) and model.backward(total, count) (a sum): their gradients "
+                "have no common divisor. Use one of them.",
+            )
+        self._kind = kind
+
+    def _run(self, pairs: Sequence[tuple[Tensor, Tensor]], retain_graph: bool | None) -> None:
+        scope: AbstractContextManager[None] = self._dropout.entered() if self._dropout else nullcontext()
+        with scope, backward_phase(self._engine):
+            tensors = [tensor for tensor, _ in pairs if tensor.requires_grad]
+            if tensors:
+                seeds = [seed for tensor, seed in pairs if tensor.requires_grad]
+                torch.autograd.backward(tensors, seeds, retain_graph=retain_graph)
+        self.done += 1
+        if self.done % self._backwards == 0:
+            self._dropout = None
+        if not self.is_complete:
+            self._engine.start_microbatch(last=self.done == self._expected - 1)
 
 
 class BackwardWatch(TorchFunctionMode):
