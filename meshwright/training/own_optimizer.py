@@ -4,9 +4,9 @@ Owns the choice of parameters, the test that a rule works on pieces, and the hoo
 updates, gathers and forgets. What a user gets is an instance of the class asked for, so schedulers and settings of
 torch work on it. Must not know losses or data.
 
-[Note: elementwise] A flat shard may start inside a parameter, so a rule must treat each element by itself. Whether a
-class does is tried: a matrix and its two flat halves, updated alike, must come out alike. A rule that looks at
-shapes or norms only beyond the tried sizes would pass.
+[Note: elementwise] A flat shard may start inside a parameter, so a rule must treat each element by itself. torch's own
+classes are in a table (`optimizer_kinds.py`); any other is tried: a matrix and its two flat halves, updated alike, must
+come out alike. A rule that looks at shapes or norms only beyond the tried sizes would pass.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import LoopError, PlanError
+from meshwright.training.optimizer_kinds import check_optimizer
 from meshwright.training.own_loop import ShardedModel
 from meshwright.training.own_step import Part
 
@@ -54,7 +55,8 @@ def make_own_optimizer(
     """
     engine = model.state.engine
     names = _chosen(model, only)
-    check_rule(kind, options, cut=engine.policy.shards_optimizer, policy=engine.policy.name)
+    cuts = engine.policy.shards_optimizer and engine.policy.ownership == "flat" and engine.owners.size > 1
+    check_rule(kind, options, holds_whole=not cuts)
     shards = tuple(shard for shard in engine.shards if shard.name in names)
     flag = nn.Parameter(torch.empty(0, 0, device=engine.device))
     part = Part(frozenset(names), shards, len(names) == len(_trained(model)), flag)
@@ -139,45 +141,43 @@ def _implementation(kind: type[torch.optim.Optimizer], options: Mapping[str, Any
     return {"fused": True} if "fused" in known and not chosen else {}
 
 
-def check_rule(
-    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, cut: bool, policy: str
-) -> None:
-    """Raise E204 unless `kind` can update what `policy` gives it; see [Note: elementwise].
+def check_rule(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, holds_whole: bool) -> None:
+    """Raise E204 unless `kind` can update what ranks hold; see [Note: elementwise].
 
     Args:
         kind: a class of optimizers.
         options: of `kind`.
-        cut: whether a rank may own a part of a parameter.
-        policy: its name, for the text.
+        holds_whole: whether ranks own whole parameters, not parts of them.
     """
+    if kind is getattr(torch.optim, kind.__name__, None):
+        check_optimizer(kind.__name__, holds_whole=holds_whole)
+        return
     plain = {name: value for name, value in options.items() if name not in _IMPLEMENTATIONS}
     if plain.get("lr") is not None:
         plain["lr"] = 0.1  # a rate of 0 would show nothing
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 6, dtype=torch.float64, generator=generator)
-    gradients = [torch.randn(4, 6, dtype=torch.float64, generator=generator) for _ in range(3)]
+    start, *gradients = torch.randn(4, 4, 6, dtype=torch.float64, generator=generator)
     try:
-        whole = _updated(kind, plain, [start], [[g] for g in gradients])
+        (whole,) = _updated(kind, plain, [start], [[g] for g in gradients])
     except Exception as error:
         raise PlanError(
             "E204",
             f"{kind.__name__} cannot make a plain step() on a matrix with a dense gradient: {error}. Take an optimizer "
             f"whose step() needs no closure, e.g. torch.optim.AdamW.",
         ) from error
-    if not cut:
+    if holds_whole:
         return
     halves = [list(g.flatten().split(12)) for g in gradients]
     try:
         pieces = _updated(kind, plain, list(start.flatten().split(12)), halves)
-        same = torch.allclose(torch.cat(pieces), whole[0].flatten(), rtol=1e-12, atol=1e-12)
+        same = torch.allclose(torch.cat(pieces), whole.flatten(), rtol=1e-12, atol=1e-12)
     except Exception:
         same = False
     if not same:
         raise PlanError(
             "E204",
-            f"{kind.__name__} does not work element by element: under {policy} a rank may own a part of a parameter, "
-            f"and the result would depend on where it is cut. Take plan.zero=0, or an elementwise one, e.g. "
-            f"torch.optim.AdamW.",
+            f"{kind.__name__} does not work element by element: flat shards cut parameters anywhere, and the result "
+            f'would depend on where. Set plan.ownership="whole", or plan.zero=0.',
         )
 
 

@@ -269,25 +269,43 @@ def test_what_a_loss_of_model_step_may_return(ranks, loss, code: str, text: str)
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut", "text"),
+    ("kind", "holds_whole", "text"),
     [
-        (torch.optim.LBFGS, False, "LBFGS cannot make a plain step()"),
-        (torch.optim.Adafactor, True, "Adafactor does not work element by element: under zero1"),
-        (torch.optim.Muon, True, "Muon does not work element by element"),
+        (torch.optim.LBFGS, True, "torch.optim.LBFGS cannot run here"),
+        (
+            torch.optim.Adafactor,
+            False,
+            "Adafactor looks at whole parameters, and flat shards cut them anywhere",
+        ),
+        (torch.optim.Muon, False, 'Set plan.ownership="whole", or plan.zero=0'),
     ],
 )
-def test_rules_that_cannot_be_cut_are_refused_by_name(kind, cut: bool, text: str) -> None:
+def test_torch_rules_that_cannot_run_are_refused_by_name(kind, holds_whole: bool, text: str) -> None:
     with pytest.raises(MeshwrightError) as caught:
-        check_rule(kind, {"lr": 0.0} if kind is torch.optim.Adafactor else {}, cut=cut, policy="zero1")
+        check_rule(kind, {}, holds_whole=holds_whole)
     assert caught.value.code == "E204"
     assert text in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adamax]
-)
-def test_elementwise_rules_pass(kind) -> None:
-    check_rule(kind, {"lr": 1e-3, "fused": None}, cut=True, policy="zero3")
+class Adafactor(torch.optim.Adafactor):
+    """A class of the user's, of torch's rule: it is tried."""
+
+
+class LBFGS(torch.optim.LBFGS):
+    """Needs a closure."""
+
+
+class RAdam(torch.optim.RAdam):
+    """Elementwise."""
+
+
+def test_rules_of_others_are_tried() -> None:
+    with pytest.raises(MeshwrightError, match="E204 Adafactor does not work element by element"):
+        check_rule(Adafactor, {"lr": 0.0}, holds_whole=False)
+    with pytest.raises(MeshwrightError, match="E204 LBFGS cannot make a plain step"):
+        check_rule(LBFGS, {}, holds_whole=True)
+    check_rule(Adafactor, {}, holds_whole=True)
+    check_rule(RAdam, {"lr": 1e-3, "foreach": None}, holds_whole=False)
 
 
 def test_a_rule_by_norms_is_seen() -> None:
@@ -298,5 +316,5 @@ def test_a_rule_by_norms_is_seen() -> None:
                     p.data -= p.grad / p.grad.norm()
 
     with pytest.raises(MeshwrightError, match="E204 ByNorm does not work element by element"):
-        check_rule(ByNorm, {"lr": 1.0}, cut=True, policy="zero2")
-    check_rule(ByNorm, {"lr": 1.0}, cut=False, policy="ddp")
+        check_rule(ByNorm, {"lr": 1.0}, holds_whole=False)
+    check_rule(ByNorm, {"lr": 1.0}, holds_whole=True)
