@@ -83,7 +83,7 @@ CATALOGUE = (
         "unknown kind of data",
         "The text before the colon names the reader, and there is none of this name, or what the reader needs is "
         "not installed.",
-        "Write stdlib, digits, text:PATH, jsonl:PATH or nanogpt:PATH.bin.",
+        "Write stdlib, digits, or READER:PLACE with text, jsonl, nanogpt, parquet, megatron, hf or py as reader.",
     ),
     CodeEntry(
         "E109",
@@ -147,6 +147,14 @@ CATALOGUE = (
         "damaged. Nothing is drawn in place of what is missing.",
         'Remove the overrides of model.*, set model.task as the files were trained, or model.init = "pretrained_body" '
         "to draw a new head.",
+    ),
+    CodeEntry(
+        "E122",
+        "a tokenizer that cannot be used",
+        "data.tokenizer names no tokenizer.json on this machine, or one that lacks a token that is needed: the one "
+        "that ends a document, or the mask of a masked language model.",
+        'Write "byte", a path of a tokenizer.json, or hf:ID of one in the local cache (`hf download ID`); name the end '
+        'as "eos_token" in a tokenizer_config.json beside it.',
     ),
     CodeEntry(
         "E200",

@@ -1,7 +1,7 @@
 """Corpora made of files, above all Python's own standard library, and the split into train and held-out.
 
 Owns which files belong to a corpus, their order, and which of them are held out. Must not know sequences,
-batches or torch. Tokens are bytes (vocabulary 256), so nothing has to be downloaded or trained first.
+batches or torch. Tokens are bytes unless an encoder is given, so nothing has to be downloaded or trained first.
 
 Simplifications: a file is read whole into memory while the cache is built; a cache entry is recognised by its
 files' paths, sizes and modification times, not by reading them again.
@@ -14,12 +14,13 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshwright.data.identity import Split
+from meshwright.data.tokenizer import BYTES, Encoder
 from meshwright.data.tokens import TokenCorpus, cached_documents
 from meshwright.errors import ConfigError
 
-BYTE_VOCABULARY = 256
 # One document in twenty is held out.
 HELDOUT_DIVISOR = 20
 _CACHE_FORMAT = "1"
@@ -30,7 +31,9 @@ _LEFT_OUT_FOLDERS = frozenset(
 _GENERATED_PREFIXES = ("_sysconfigdata", "config-")
 
 
-def standard_library(split: Split, cache_dir: Path, *, root: Path | None = None) -> TokenCorpus:
+def standard_library(
+    split: Split, cache_dir: Path, *, root: Path | None = None, encoder: Encoder = BYTES
+) -> TokenCorpus:
     """The source of the installed standard library without its tests: about 12 MB of real text anywhere.
 
     Its content follows the Python version; `TokenFile.sha256` records it.
@@ -39,12 +42,14 @@ def standard_library(split: Split, cache_dir: Path, *, root: Path | None = None)
         split: files held out are chosen by a hash of their path inside the library, about 5 %.
         cache_dir: folder of the flattened text.
         root: the library's folder; default is the one of the running interpreter.
+        encoder: makes ids of text.
 
     Raises:
         ConfigError: E105 where no source file is found.
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    return folder_corpus("stdlib", folder, list(_library_files(folder)), split=split, cache_dir=cache_dir)
+    files = list(_library_files(folder))
+    return folder_corpus("stdlib", folder, files, split=split, cache_dir=cache_dir, encoder=encoder)
 
 
 def _library_files(root: Path) -> Iterator[Path]:
@@ -60,9 +65,15 @@ def _library_files(root: Path) -> Iterator[Path]:
 
 
 def folder_corpus(
-    name: str, root: Path, files: Sequence[Path], *, split: Split, cache_dir: Path
+    name: str,
+    root: Path,
+    files: Sequence[Path],
+    *,
+    split: Split,
+    cache_dir: Path,
+    encoder: Encoder = BYTES,
 ) -> TokenCorpus:
-    """Byte tokens of `files`, one document a file, sorted by their path relative to `root`.
+    """Tokens of `files`, one document a file, sorted by their path relative to `root`.
 
     Raises:
         ConfigError: E105 where the split has no file, E108 where a file is not text.
@@ -77,7 +88,8 @@ def folder_corpus(
     for path, file in selected:
         status = file.stat()
         parts.append(f"{path} {status.st_size} {status.st_mtime_ns}")
-    tokens, ends = cached_documents(cache_dir, cache_key(parts), _reader([file for _, file in selected]))
+    documents = _reader([file for _, file in selected])
+    tokens, ends = cached_documents(cache_dir, cache_key(parts), documents, encoder=encoder)
     return TokenCorpus(name, split, tokens, ends)
 
 
@@ -116,6 +128,40 @@ def split_indices(keys: Sequence[str], split: Split) -> list[int]:
         smallest = min(hashes)
         heldout = [value == smallest and smallest != max(hashes) for value in hashes]
     return [index for index, held in enumerate(heldout) if held == (split == "heldout")]
+
+
+def hashed_corpus(
+    name: str,
+    parts: Sequence[str],
+    read: Callable[[], Iterator[Any]],
+    *,
+    split: Split,
+    cache_dir: Path,
+    encoder: Encoder = BYTES,
+) -> TokenCorpus:
+    """Tokens of documents that are held out by a hash of their content, so that copies of one share a side.
+
+    Args:
+        name: the source as the user wrote it.
+        parts: all that the documents follow from, for the cache.
+        read: reads the documents, bytes or arrays of ids, from the start; called twice where the cache has no entry.
+        split: which of them.
+        cache_dir: folder of the flattened ids.
+        encoder: makes ids of them.
+
+    Raises:
+        ConfigError: E105 where the split has no document.
+    """
+
+    def documents() -> Iterator[Any]:
+        keys = [hashlib.blake2b(bytes(item), digest_size=8).hexdigest() for item in read()]
+        selected = frozenset(split_indices(keys, split))
+        return (item for index, item in enumerate(read()) if index in selected)
+
+    tokens, ends = cached_documents(cache_dir, cache_key((*parts, split)), documents, encoder=encoder)
+    if not len(ends):
+        raise empty_corpus(name, split, "it has no document for it")
+    return TokenCorpus(name, split, tokens, ends)
 
 
 def split_range(count: int, split: Split) -> range:

@@ -23,9 +23,13 @@ from torch.utils.data import Dataset
 
 from meshwright.data.corpus import empty_corpus, standard_library
 from meshwright.data.digits import DigitsDataset
+from meshwright.data.hub_datasets import hub_corpus
 from meshwright.data.identity import DataIdentity, Split
+from meshwright.data.megatron import megatron_corpus
+from meshwright.data.parquet import parquet_corpus
 from meshwright.data.readers import jsonl_corpus, nanogpt_corpus, text_corpus
-from meshwright.data.tokens import TokenCorpus, TokenFile
+from meshwright.data.tokenizer import BYTES, FileEncoder, TextEncoder
+from meshwright.data.tokens import Ids, TokenCorpus
 from meshwright.errors import ConfigError
 
 # The label that torch's cross entropy leaves out by default.
@@ -37,8 +41,11 @@ _KINDS = {
     "text": "text:PATH",
     "jsonl": "jsonl:PATH",
     "nanogpt": "nanogpt:PATH",
+    "parquet": "parquet:PATH",
+    "megatron": "megatron:PREFIX",
+    "hf": "hf:PATH_OR_ID",
 }
-_KIND_OF_SUFFIX = {".jsonl": "jsonl", ".bin": "nanogpt"}
+_KIND_OF_SUFFIX = {".jsonl": "jsonl", ".bin": "nanogpt", ".parquet": "parquet", ".idx": "megatron"}
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,14 @@ class SequenceRule:
         packing: True concatenates the documents and cuts every T tokens; False makes one padded sample of
             each document.
         overlong: without packing, cut a document of more than T tokens ("truncate") or raise E107 ("error").
+        encoder: makes ids of text.
     """
 
     seq_len: int
     vocab_size: int | None = None
     packing: bool = True
     overlong: Literal["truncate", "error"] = "truncate"
+    encoder: TextEncoder = BYTES
 
 
 class TokenDataset(Dataset[dict[str, Tensor]]):
@@ -120,7 +129,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
                 "folder as text:PATH",
             )
         self.corpus, self.rule = corpus, rule
-        self._ends: TokenFile = corpus.document_ends
+        self._ends: Ids = corpus.document_ends
         if len(self) < 1:
             raise empty_corpus(corpus.name, corpus.split, "it has no document")
         if rule.overlong == "error":
@@ -170,7 +179,8 @@ def open_data(
     """The dataset that `spec` names.
 
     Args:
-        spec: `stdlib`, `digits`, `text:PATH`, `jsonl:PATH`, `jsonl:PATH#KEY` or `nanogpt:PATH`.
+        spec: `stdlib`, `digits`, `text:PATH`, `jsonl:PATH#KEY`, `nanogpt:PATH`, `parquet:PATH#COLUMN`,
+            `megatron:PREFIX` or `hf:PATH_OR_ID@SPLIT#COLUMN`; what stands behind `#` and `@` may be left out.
         split: "train" and "heldout" are disjoint; "all" is the whole source, for one that is only evaluated.
         sequences: how tokens become samples; `digits` has none and does not look at it.
         cache_dir: folder for flattened text, made where it is missing.
@@ -180,25 +190,44 @@ def open_data(
             E107 document too long, E115 package or cache folder not available.
     """
     kind, _, path = spec.partition(":")
-    if kind not in _KINDS or (":PATH" in _KINDS[kind]) != bool(path):
+    if kind not in _KINDS or (":" in _KINDS[kind]) != bool(path):
         raise _unknown_kind(spec, kind)
     if kind == "digits":
         return DigitsDataset(split)
-    corpus = _open_corpus(kind, path, split, cache_dir)
+    check_tokenizer(sequences.encoder, sequences.vocab_size)
+    corpus = _open_corpus(kind, path, split, cache_dir, sequences.encoder)
     return TokenDataset(corpus, sequences) if sequences.packing else DocumentDataset(corpus, sequences)
 
 
-def _open_corpus(kind: str, path: str, split: Split, cache_dir: Path) -> TokenCorpus:
+def check_tokenizer(encoder: TextEncoder, vocab_size: int | None) -> None:
+    """Raise E103 where a tokenizer has more ids than the model."""
+    # Text of bytes seldom holds all 256: there the ids that occur count.
+    if isinstance(encoder, FileEncoder) and vocab_size is not None and encoder.vocab_size > vocab_size:
+        raise ConfigError(
+            "E103",
+            f"{encoder.path} has {encoder.vocab_size:,} ids, the model's vocabulary is {vocab_size:,}. "
+            f"Set model.vocab_size={encoder.vocab_size}, or data.tokenizer to another one.",
+        )
+
+
+def _open_corpus(kind: str, path: str, split: Split, cache_dir: Path, encoder: TextEncoder) -> TokenCorpus:
     if kind == "stdlib":
-        return standard_library(split, cache_dir)
+        return standard_library(split, cache_dir, encoder=encoder)
     if kind == "text":
-        return text_corpus(Path(path).expanduser(), split=split, cache_dir=cache_dir)
+        return text_corpus(Path(path).expanduser(), split=split, cache_dir=cache_dir, encoder=encoder)
     if kind == "nanogpt":
         return nanogpt_corpus(Path(path).expanduser(), split=split)
-    file, mark, key = path.rpartition("#")
-    if not mark or Path(path).expanduser().is_file():
-        file, key = path, "text"
-    return jsonl_corpus(Path(file).expanduser(), key=key, split=split, cache_dir=cache_dir)
+    if kind == "megatron":
+        return megatron_corpus(Path(path).expanduser(), split=split)
+    if kind == "hf":
+        return hub_corpus(path, split=split, cache_dir=cache_dir, encoder=encoder)
+    name, mark, column = path.rpartition("#")
+    if not mark or Path(path).expanduser().exists():
+        name, column = path, ""
+    file = Path(name).expanduser()
+    if kind == "parquet":
+        return parquet_corpus(file, column=column or None, split=split, cache_dir=cache_dir, encoder=encoder)
+    return jsonl_corpus(file, key=column or "text", split=split, cache_dir=cache_dir, encoder=encoder)
 
 
 def _unknown_kind(spec: str, kind: str) -> ConfigError:
@@ -219,29 +248,30 @@ def _check_start(corpus: TokenCorpus, rule: SequenceRule, sample_at: Callable[[i
     if limit is None:
         return
     for start, ids in corpus.tokens.blocks(_START_CHECK_NUMEL):
-        if int(ids.max()) >= limit:
-            position = int(np.argmax(ids >= limit))
+        if int(ids.max()) >= limit or int(ids.min()) < 0:
+            position = int(np.argmax((ids >= limit) | (ids < 0)))
             raise _foreign_id(corpus, limit, int(ids[position]), sample_at(start + position))
 
 
 def _check_sample(ids: npt.NDArray[np.integer], corpus: TokenCorpus, rule: SequenceRule, index: int) -> None:
     limit = _id_limit(corpus, rule)
-    if limit is not None and int(ids.max()) >= limit:
-        raise _foreign_id(corpus, limit, int(ids.max()), index)
+    if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
+        raise _foreign_id(corpus, limit, int(ids.max() if ids.max() >= limit else ids.min()), index)
 
 
 def _id_limit(corpus: TokenCorpus, rule: SequenceRule) -> int | None:
-    """The first id that the model does not know, or None where the ids' type cannot hold it."""
-    if rule.vocab_size is None or np.iinfo(corpus.tokens.dtype).max < rule.vocab_size:
+    """The first id that the model does not know, or None where the ids' type can hold no foreign one."""
+    kind = np.iinfo(corpus.tokens.dtype)
+    if rule.vocab_size is None or (kind.min == 0 and kind.max < rule.vocab_size):
         return None
     return rule.vocab_size
 
 
 def _foreign_id(corpus: TokenCorpus, limit: int, token: int, sample: int) -> ConfigError:
     largest = max(int(ids.max()) for _, ids in corpus.tokens.blocks(_START_CHECK_NUMEL))
+    fix = f"Set model.vocab_size={max(largest, token) + 1}, or give" if token >= 0 else "Give"
     return ConfigError(
         "E103",
         f"data {corpus.name!r} has id {token:,} in sample {sample:,}, the model's vocabulary is {limit:,} "
-        f"(ids 0..{limit - 1:,}). Set model.vocab_size={max(largest, token) + 1}, or give tokens of another "
-        "tokenizer.",
+        f"(ids 0..{limit - 1:,}). {fix} tokens of another tokenizer.",
     )

@@ -8,10 +8,11 @@ zero bytes is checked, so that another encoding than UTF-8 trains too, as the by
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,33 +21,54 @@ from meshwright.data.corpus import (
     cache_key,
     empty_corpus,
     folder_corpus,
+    hashed_corpus,
     refuse_binary,
-    split_indices,
     split_range,
 )
 from meshwright.data.identity import Split
+from meshwright.data.tokenizer import BYTES, TextEncoder
 from meshwright.data.tokens import TokenCorpus, TokenFile, cached_documents
 from meshwright.errors import ConfigError
 
 _PROBE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
 
 
-def text_corpus(path: Path, *, split: Split, cache_dir: Path) -> TokenCorpus:
-    """UTF-8 text as byte tokens: a folder's files as documents, or one file, whose last 5 % are held out.
+def text_corpus(path: Path, *, split: Split, cache_dir: Path, encoder: TextEncoder = BYTES) -> TokenCorpus:
+    """UTF-8 text: a folder's files as documents, or one file, whose last 5 % are held out.
 
-    A folder is read with its subfolders; names that start with a dot are left out.
+    A folder is read with its subfolders; names that start with a dot are left out. One file is mapped as it is where
+    its bytes are the tokens, else it is encoded in blocks of whole lines.
 
     Raises:
         ConfigError: E105 where nothing is there, E108 where a file is not text.
     """
     name = f"text:{path}"
     if path.is_dir():
-        return folder_corpus(name, path, list(_visible_files(path)), split=split, cache_dir=cache_dir)
+        files = list(_visible_files(path))
+        return folder_corpus(name, path, files, split=split, cache_dir=cache_dir, encoder=encoder)
     if not path.is_file():
-        raise _missing(name, path)
+        raise missing(name, path)
     with path.open("rb") as file:
         refuse_binary(path, file.read(_PROBE_BYTES))
-    return _undivided(name, TokenFile(path, np.uint8), split)
+    if not encoder.key:
+        return _undivided(name, TokenFile(path, np.uint8), split)
+    parts = ["text", *file_parts(path)]
+    blocks = replace(encoder, separator=None)
+    tokens, _ = cached_documents(cache_dir, cache_key(parts), partial(_line_blocks, path), encoder=blocks)
+    return _undivided(name, tokens, split)
+
+
+def _line_blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            yield block + file.readline()
+
+
+def file_parts(path: Path) -> list[str]:
+    """What stands for a file's content in the key of a cache."""
+    status = path.stat()
+    return [str(path.resolve()), str(status.st_size), str(status.st_mtime_ns)]
 
 
 def _visible_files(root: Path) -> Iterator[Path]:
@@ -65,7 +87,7 @@ def nanogpt_corpus(path: Path, *, split: Split) -> TokenCorpus:
     """
     name = f"nanogpt:{path}"
     if not path.is_file():
-        raise _missing(name, path)
+        raise missing(name, path)
     return _undivided(name, TokenFile(path, "<u2"), split)
 
 
@@ -76,8 +98,10 @@ def _undivided(name: str, tokens: TokenFile, split: Split) -> TokenCorpus:
     return TokenCorpus(name, split, tokens.part(part.start, part.stop))
 
 
-def jsonl_corpus(path: Path, *, key: str = "text", split: Split, cache_dir: Path) -> TokenCorpus:
-    """One JSON object a line; the string under `key` is a document, as UTF-8 byte tokens.
+def jsonl_corpus(
+    path: Path, *, key: str = "text", split: Split, cache_dir: Path, encoder: TextEncoder = BYTES
+) -> TokenCorpus:
+    """One JSON object a line; the string under `key` is a document.
 
     Documents are held out by a hash of their text, so that copies of one document share a side.
 
@@ -86,19 +110,16 @@ def jsonl_corpus(path: Path, *, key: str = "text", split: Split, cache_dir: Path
     """
     name = f"jsonl:{path}"
     if not path.is_file():
-        raise _missing(name, path)
+        raise missing(name, path)
 
-    def documents() -> Iterator[bytes]:
-        texts = [hashlib.blake2b(text, digest_size=8).hexdigest() for text in _json_documents(path, key)]
-        selected = frozenset(split_indices(texts, split))
-        return (text for index, text in enumerate(_json_documents(path, key)) if index in selected)
-
-    status = path.stat()
-    parts = ["jsonl", str(path.resolve()), key, split, str(status.st_size), str(status.st_mtime_ns)]
-    tokens, ends = cached_documents(cache_dir, cache_key(parts), documents)
-    if not len(ends):
-        raise empty_corpus(name, split, f"{path} has no document for it")
-    return TokenCorpus(name, split, tokens, ends)
+    return hashed_corpus(
+        name,
+        ["jsonl", key, *file_parts(path)],
+        partial(_json_documents, path, key),
+        split=split,
+        cache_dir=cache_dir,
+        encoder=encoder,
+    )
 
 
 def _json_documents(path: Path, key: str) -> Iterator[bytes]:
@@ -131,7 +152,8 @@ def _json_text(line: bytes, key: str, *, where: str) -> str:
     return text
 
 
-def _missing(name: str, path: Path) -> ConfigError:
+def missing(name: str, path: Path) -> ConfigError:
+    """The E105 of a path that is not there."""
     return ConfigError(
         "E105", f'data {name!r}: {path.absolute()} does not exist; give a path that does, or use "stdlib"'
     )

@@ -17,16 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.identity import DataIdentity, Split
+from meshwright.data.tokenizer import BYTES, Encoder
 from meshwright.errors import ConfigError
 
-# Ends every document of a byte corpus.
-DOCUMENT_SEPARATOR = 0
 _BLOCK_NUMEL = 1 << 22
 
 
@@ -102,6 +101,15 @@ def _reopen(path: Path, dtype: npt.DTypeLike, start: int, stop: int) -> TokenFil
     return TokenFile(path, dtype, start=start, stop=stop)
 
 
+class Ids(Protocol):
+    """What can be read like a `TokenFile`."""
+
+    def __len__(self) -> int: ...
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Numbers [start, stop)."""
+        ...
+
+
 @dataclass(frozen=True)
 class TokenCorpus:
     """The tokens of one split of one source.
@@ -109,7 +117,7 @@ class TokenCorpus:
     Attributes:
         name: the source as the user wrote it, e.g. `text:notes`.
         split: "train", "heldout" or "all".
-        tokens: the documents' ids one after the other, each ended by `DOCUMENT_SEPARATOR`.
+        tokens: the documents' ids one after the other, each with what ends it.
         document_ends: exclusive end of each document in `tokens`, separator included, ascending; None where
             the source does not say where its documents end.
     """
@@ -117,7 +125,7 @@ class TokenCorpus:
     name: str
     split: Split
     tokens: TokenFile
-    document_ends: TokenFile | None = None
+    document_ends: Ids | None = None
 
     def identity(self, num_samples: int) -> DataIdentity:
         """What a run records of a dataset of `num_samples` made of this corpus. Reads everything."""
@@ -125,34 +133,47 @@ class TokenCorpus:
 
 
 def cached_documents(
-    cache_dir: Path, key: str, documents: Callable[[], Iterable[bytes]]
+    cache_dir: Path,
+    key: str,
+    documents: Callable[[], Iterable[Any]],
+    *,
+    encoder: Encoder = BYTES,
 ) -> tuple[TokenFile, TokenFile]:
-    """Byte tokens and ends of `documents`, flattened into `cache_dir` at the first call for `key`.
+    """Ids and ends of `documents`, encoded and flattened into `cache_dir` at the first call for `key` and `encoder`.
 
     Safe when several processes build the same entry: each writes files of its own and moves them into place,
     the last one wins, and since `key` stands for the content all are equal. Empty documents are left out.
 
+    Args:
+        cache_dir: made where it is missing.
+        key: stands for the documents.
+        documents: called where the entry is missing; what it yields is what `encoder` takes.
+        encoder: makes ids of documents.
+
     Returns:
-        Token file (uint8) and document ends (int64), as in `TokenCorpus`.
+        Token file of the encoder's type and document ends (int64), as in `TokenCorpus`.
 
     Raises:
         ConfigError: E115 where the folder cannot be written.
     """
-    tokens_path, ends_path = cache_dir / f"{key}.tokens", cache_dir / f"{key}.ends"
+    name = f"{key}-{encoder.key}" if encoder.key else key
+    tokens_path, ends_path = cache_dir / f"{name}.tokens", cache_dir / f"{name}.ends"
     # The ends are moved into place before the tokens: where the tokens exist, both are complete.
     if not tokens_path.exists():
         _require_writable(cache_dir)
         with _replaced(tokens_path) as tokens_file, _replaced(ends_path) as ends_file:
-            ends = _write_documents(tokens_file, documents())
+            ends = _write_documents(tokens_file, documents(), encoder)
             ends_file.write(np.asarray(ends, dtype=np.int64).tobytes())
-    return TokenFile(tokens_path, np.uint8), TokenFile(ends_path, np.int64)
+    return TokenFile(tokens_path, encoder.dtype), TokenFile(ends_path, np.int64)
 
 
-def _write_documents(file: BinaryIO, documents: Iterable[bytes]) -> array.array[int]:
+def _write_documents(file: BinaryIO, documents: Iterable[Any], encoder: Encoder) -> array.array[int]:
     ends, total = array.array("q"), 0
-    for document in documents:
-        if document:
-            total += file.write(document) + file.write(bytes([DOCUMENT_SEPARATOR]))
+    after = b"" if encoder.separator is None else np.asarray([encoder.separator], encoder.dtype).tobytes()
+    width = np.dtype(encoder.dtype).itemsize
+    for ids in encoder.encode(documents):
+        if len(ids):
+            total += (file.write(np.ascontiguousarray(ids).data) + file.write(after)) // width
             ends.append(total)
     return ends
 

@@ -37,6 +37,7 @@ _SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ffn_dim": ("intermediate_size", "n_inner"),
         "vocab_size": ("vocab_size",),
         "max_seq_len": ("max_position_embeddings",),
+        "num_labels": ("num_labels",),
     }
 )
 # Sizes that follow from the others where nobody says otherwise.
@@ -185,7 +186,7 @@ def _read_config(transformers: ModuleType, place: str, folder: Path | None) -> A
 
 def _config_key(config: Any, name: str) -> str | None:
     """Their name of our size; the configuration's own one where it has an alias."""
-    known = set(config.to_dict())
+    known = {*config.to_dict(), "num_labels"}
     aliases = getattr(config, "attribute_map", {})
     for key in _SIZES[name]:
         key = aliases.get(key, key)
@@ -209,6 +210,9 @@ def _with_sizes(config: Any, sizes: Mapping[str, int], place: str) -> Any:
                 f"model.{name} = {value}: hf:{place} ({config.model_type}) has no such size; it has {has}",
             )
         raw[key] = value
+    if "num_labels" in sizes:  # is the length of their names, which are those of other classes
+        for names in ("id2label", "label2id"):
+            raw.pop(names, None)
     layers = sizes.get("num_layers")
     kinds = raw.get("layer_types")
     if layers is not None and kinds and len(kinds) != layers:

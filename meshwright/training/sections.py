@@ -46,10 +46,20 @@ from meshwright.training.units import (
     toml_literal,
 )
 
-DATA_READERS = ("text:", "jsonl:", "nanogpt:")
+# Readers and what stands behind the colon.
+DATA_READERS: Mapping[str, str] = MappingProxyType(
+    {
+        "text": "PATH",
+        "jsonl": "PATH",
+        "nanogpt": "PATH",
+        "parquet": "PATH",
+        "megatron": "PREFIX",
+        "hf": "PATH_OR_ID",
+        "py": "MODULE:FUNCTION",
+    }
+)
 DATA_NAMES = ("stdlib", "digits")
 _SOURCES = '"preset:NAME", "hf:PATH_OR_ID" or "py:MODULE:FUNCTION"'
-_LATER_READERS = ("hf:", "parquet:", "megatron:", "py:")
 _Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 _RECOMPUTE = re.compile(r"none|full|selective|constant|offload|every:[1-9][0-9]*|budget:.+")
 
@@ -172,6 +182,8 @@ class ModelConfig(Section):
     """Overrides the number of token ids."""
     max_seq_len: Annotated[int, Field(ge=1)] | None = None
     """Overrides the longest sequence, in tokens."""
+    num_labels: Annotated[int, Field(ge=1)] | None = None
+    """Classes of an `hf:` classifier."""
 
     @field_validator("source")
     @classmethod
@@ -190,7 +202,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _only_of_hf(self) -> ModelConfig:
         if not self.source.startswith("hf:"):
-            for key in ("init", "task"):
+            for key in ("init", "task", "num_labels"):
                 value = getattr(self, key)
                 if value not in ("random", None):
                     text = (
@@ -204,9 +216,11 @@ class DataConfig(Section):
     """What it is trained on, and how text becomes samples."""
 
     train: str = "stdlib"
-    """`stdlib`, `digits`, `text:PATH`, `jsonl:PATH`, `nanogpt:PATH.bin`; from the working directory."""
+    """`stdlib`, `digits`, or `READER:PLACE` with text, jsonl, nanogpt, parquet, megatron, hf or py as reader."""
     eval: str | None = None
     """Held-out data, written like `train`; unset: the held-out part of `train`."""
+    tokenizer: Annotated[str, Field(min_length=1)] = "byte"
+    """How text becomes ids: `byte`, a path of a tokenizer.json, or `hf:ID` of one in the local cache."""
     seq_len: Annotated[int, Field(ge=1)] = 128
     """Tokens of one sequence."""
     packing: bool = True
@@ -221,13 +235,14 @@ class DataConfig(Section):
     def _reader(cls, value: str | None) -> str | None:
         if value is None or value in DATA_NAMES:
             return value
-        if any(value.startswith(prefix) and len(value) > len(prefix) for prefix in DATA_READERS):
+        reader, _, place = value.partition(":")
+        if place and reader in DATA_READERS:
             return value
-        legal = ", ".join((*DATA_NAMES, *(f"{prefix}PATH" for prefix in DATA_READERS)))
-        if value.startswith(_LATER_READERS):
-            raise problem("E110", f"{toml_literal(value)} is not built yet; built: {legal}")
-        names = [*DATA_NAMES, *(prefix.rstrip(":") for prefix in DATA_READERS)]
-        near = difflib.get_close_matches(value.partition(":")[0], names, 1)
+        if reader in DATA_READERS:
+            text = f"name what it reads: {reader}:{DATA_READERS[reader]}"
+            raise problem("E108", f"{toml_literal(value)}: {text}")
+        legal = ", ".join((*DATA_NAMES, *(f"{name}:{rest}" for name, rest in DATA_READERS.items())))
+        near = difflib.get_close_matches(reader, [*DATA_NAMES, *DATA_READERS], 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise problem("E108", f"{toml_literal(value)}: no reader of this name.{hint} Write one of {legal}.")
 

@@ -8,12 +8,9 @@ built on the meta device, it is reset module by module (`initialise.py`).
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,7 +19,6 @@ from torch import Tensor, nn
 from meshwright.comm import ops
 from meshwright.comm.ops import Group
 from meshwright.data.batches import MapStyle
-from meshwright.data.dataset import SequenceRule, open_data
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.build import build_model
 from meshwright.models.hf_loss import HF_LOSSES
@@ -30,7 +26,8 @@ from meshwright.models.initial import KnowsInitialValues, draw
 from meshwright.models.loss import classification_loss, language_model_loss
 from meshwright.presets import ModelPreset, find_model, matmul_flops_per_token
 from meshwright.sharding.memory import Initialiser
-from meshwright.training.config import RunConfig, default_cache_dir
+from meshwright.training.config import RunConfig
+from meshwright.training.datasets import check_dataset, hf_datasets, import_function, language_datasets
 from meshwright.training.flops import FlopsPerSample, count_flops, count_flops_without_memory
 from meshwright.training.hf import HfBuild
 from meshwright.training.initialise import materialise_buffers, reset_initialiser
@@ -110,7 +107,7 @@ def _preset_task(config: RunConfig, name: str) -> Task:
             f"Set data.seq_len <= {preset.max_seq_len}, or model.max_seq_len={config.data.seq_len}.",
         )
     if is_language == (config.data.train == "digits"):
-        wanted = "stdlib, text:, jsonl: or nanogpt:" if is_language else "digits"
+        wanted = "stdlib, text:, jsonl:, nanogpt:, parquet:, megatron: or hf:" if is_language else "digits"
         raise ConfigError(
             "E108", f"model {preset.name} cannot read data.train = {config.data.train!r}; use {wanted}."
         )
@@ -125,7 +122,7 @@ def _preset_task(config: RunConfig, name: str) -> Task:
     def initialiser(name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return draw(initial[name], seed=seed, name=name, start=start, stop=stop, dtype=dtype)
 
-    train, heldout = _datasets(config, preset.vocab_size if is_language else None)
+    train, heldout = language_datasets(config, preset.vocab_size if is_language else None)
     tokens = config.data.seq_len if is_language else 1
     full = tokens * matmul_flops_per_token(preset, tokens, causal=False)
     causal = tokens * matmul_flops_per_token(preset, tokens, causal=True) if preset.causal else full
@@ -146,14 +143,14 @@ def _hf_task(config: RunConfig, place: str) -> Task:
     sizes = chosen.model_dump(exclude={"source", "init", "task"}, exclude_none=True)
     build = HfBuild(place, chosen.init, chosen.task, sizes)
     source = build.source()
-    positions = source.size("max_seq_len")
+    positions = source.size("max_seq_len") if source.task != "image_classification" else None
     if positions is not None and config.data.seq_len > positions:
         raise ConfigError(
             "E106",
             f"data.seq_len = {config.data.seq_len} exceeds the {positions} positions of hf:{place}. "
             f"Set data.seq_len <= {positions}, or model.max_seq_len={config.data.seq_len}.",
         )
-    train, heldout = _datasets(config, source.size("vocab_size"))
+    train, heldout = hf_datasets(config, source)
     model = to_master(build.skeleton(), config.plan.precision)
     loss = HF_LOSSES[source.task]
     extents = {"layer": source.size("num_layers"), "channel": source.size("dim")}
@@ -169,18 +166,6 @@ def _hf_task(config: RunConfig, place: str) -> Task:
         flops=count_flops_without_memory(build.skeleton, loss, train[0]),
         shape={axis: size for axis, size in extents.items() if size is not None},
     )
-
-
-def _datasets(config: RunConfig, vocab_size: int | None) -> tuple[MapStyle, MapStyle]:
-    data = config.data
-    rule = SequenceRule(
-        seq_len=data.seq_len, vocab_size=vocab_size, packing=data.packing, overlong=data.overlong
-    )
-    cache = (data.cache_dir or default_cache_dir()).expanduser()
-    train = open_data(data.train, split="train", sequences=rule, cache_dir=cache)
-    if data.eval is None:
-        return train, open_data(data.train, split="heldout", sequences=rule, cache_dir=cache)
-    return train, open_data(data.eval, split="all", sequences=rule, cache_dir=cache)
 
 
 def _user_task(config: RunConfig, place: str) -> Task:
@@ -226,27 +211,14 @@ def _declared_pair(loss: Callable[[Any, Any], Any], place: str) -> Loss:
 
 
 def _call_user(place: str) -> tuple[nn.Module, Callable[[Any, Any], Any], Any]:
-    module_name, _, function_name = place.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            "E111", f"model.source = 'py:{place}': {error}. Looked in {here} and the installed packages."
-        ) from error
-    value = function()
+    value = import_function(place, key="model.source")()
     rule = f"py:{place} must return (model, loss_fn, dataset)"
     if not isinstance(value, tuple) or len(value) != 3:
         raise ConfigError("E111", f"{rule}; it returned {type(value).__name__}")
     model, loss, dataset = value
     if not isinstance(model, nn.Module) or not callable(loss):
         raise ConfigError("E111", f"{rule}; it returned ({type(model).__name__}, {type(loss).__name__}, ...)")
-    if not callable(getattr(dataset, "__getitem__", None)) or not callable(getattr(dataset, "__len__", None)):
-        raise ConfigError("E111", f"{rule}; its dataset has no __len__ and __getitem__ (map style)")
-    if len(dataset) == 0:
-        raise ConfigError("E105", f"the dataset of py:{place} is empty")
+    check_dataset(dataset, f"{rule}; its dataset")
     return model, loss, dataset
 
 

@@ -194,10 +194,7 @@ stages = [
             "data.train=stdlb",
             'E108 command line  data.train = "stdlb": no reader of this name. Did you mean \'std',
         ),
-        (
-            "data.train=hf:a/b",
-            'E110 command line  data.train = "hf:a/b" is not built yet; built: stdlib, digits',
-        ),
+        ("data.train=hf:", 'E108 command line  data.train = "hf:": name what it reads: hf:PATH_OR_ID'),
         (
             "model.source=py:a",
             'E109 command line  model.source = "py:a": write "preset:NAME", "hf:PATH_OR_ID" or',
