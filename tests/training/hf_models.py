@@ -46,9 +46,10 @@ class Samples:
         return {"input_ids": ids, "attention_mask": valid.long(), "labels": ids.masked_fill(~valid, -100)}
 
 
-def save(family: str, folder: Path, *, seed: int = 3, **options: Any) -> Any:
+def save(family: str, folder: Path, *, seed: int = 3, vocab_size: int | None = None, **options: Any) -> Any:
     """A model of `family` with weights in `folder`, written by transformers itself; returns the model."""
-    source = HfBuild(family, sizes=SIZES[family]).source()
+    sizes = SIZES[family] | ({"vocab_size": vocab_size} if vocab_size else {})
+    source = HfBuild(family, sizes=sizes).source()
     torch.manual_seed(seed)
     model = source.model_class(source.config)
     with torch.no_grad():

@@ -98,7 +98,8 @@ def test_images_are_classified(hub, tmp_path):
     assert torch.allclose(
         sample["pixel_values"], torch.full((1, 8, 8), 80 * int(sample["labels"]) / 127.5 - 1)
     )
-    assert losses_of(task)[-1] < 0.3
+    losses = losses_of(task, steps=20)
+    assert losses[-1] < 0.6 * losses[0]
     digits = task_of(hub, vit[0], "model.num_labels=10", 'data.train="digits"')
     assert digits.train_data[0]["pixel_values"].shape == (1, 8, 8)
     losses = losses_of(digits, steps=40, batch=48)
