@@ -1,6 +1,7 @@
 """`meshwright learn N`: run a lesson.
 
-Owns finding lessons by number. A lesson is a module `meshwright.lessons.lesson_NN` with `main() -> None`.
+Owns finding lessons by number. A lesson is a module `meshwright.lessons.lesson_NN` with `main() -> None`; where `main`
+takes texts, they come from the command line.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +24,9 @@ _PACKAGE = "meshwright.lessons"
 
 def learn(
     number: Annotated[int | None, typer.Argument(help="Which lesson; without it: the list.")] = None,
+    choices: Annotated[
+        list[str] | None, typer.Argument(help="What a lesson lets you choose, e.g. faults in lesson 13.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Run lesson N: one idea, measured on this machine."""
@@ -36,7 +41,12 @@ def learn(
         listed = ", ".join(map(str, lessons)) or "none"
         raise ConfigError("E114", f"there is no lesson {number}; lessons: {listed}")
     with stdout_to_stderr(active=json_output):
-        importlib.import_module(f"{_PACKAGE}.{lessons[number].stem}").main()
+        main = importlib.import_module(f"{_PACKAGE}.{lessons[number].stem}").main
+        if choices and not inspect.signature(main).parameters:
+            raise ConfigError(
+                "E114", f"lesson {number} has nothing to choose; it was given {' '.join(choices)}"
+            )
+        main(*(choices or ()))
     if json_output:
         print_json({"lesson": number, "title": _title(lessons[number]), "ok": True})
 

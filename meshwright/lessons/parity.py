@@ -67,7 +67,7 @@ def check_parity(pool: RankPool, policy: str, *, num_ranks: int, num_microbatche
 
 def _train_on_rank(mesh: Any, policy: str, num_microbatches: int) -> dict[str, Any]:
     engine = ShardingEngine(
-        _model(), policy=find_policy(policy), groups=mesh.data_groups(), device=torch.device("cpu")
+        small_gpt(), policy=find_policy(policy), groups=mesh.data_groups(), device=torch.device("cpu")
     )
     state = TrainState(engine, ShardedOptimizer(_SPEC, engine.shards))
     results = [
@@ -95,7 +95,7 @@ def _train_on_rank(mesh: Any, policy: str, num_microbatches: int) -> dict[str, A
 
 
 def _train_alone(num_microbatches: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    model = _model()
+    model = small_gpt()
     parameters = list(model.parameters())
     rows = parameter_groups(_SPEC, [tuple(parameter.shape) for parameter in parameters])
     groups: list[dict[str, object]] = [
@@ -111,7 +111,8 @@ def _train_alone(num_microbatches: int) -> tuple[list[float], list[float], dict[
     return trace.losses, trace.norms, trace.parameters
 
 
-def _model() -> nn.Module:
+def small_gpt() -> nn.Module:
+    """A GPT of two layers in float64, the same at each call."""
     config = GPTConfig(
         num_layers=2, dim=16, num_heads=2, ffn_dim=40, vocab_size=VOCAB_SIZE, max_seq_len=SEQ_LEN
     )
@@ -135,11 +136,12 @@ def _samples(
         dp_size=dp_size,
         dp_rank=dp_rank,
     )
-    rows = [_sample(position) for position in positions]
+    rows = [sample(position) for position in positions]
     return {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels")}
 
 
-def _sample(position: int) -> dict[str, Tensor]:
+def sample(position: int) -> dict[str, Tensor]:
+    """One sequence, `tokens` and `labels` (SEQ_LEN,); how many labels are ignored depends on its position."""
     tokens = torch.randint(
         VOCAB_SIZE, (SEQ_LEN + 1,), generator=torch.Generator().manual_seed(1000 + position)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 _WIDTH = 40
@@ -15,6 +16,21 @@ def bars(values: Mapping[str, float], *, unit: str = "", digits: int = 0) -> str
     for label, value in values.items():
         filled = 0 if value <= 0 or largest <= 0 else max(1, round(_WIDTH * value / largest))
         lines.append(f"  {label:<{labels}}  {'█' * filled:<{_WIDTH}}  {value:,.{digits}f} {unit}".rstrip())
+    return "\n".join(lines)
+
+
+def log_bars(values: Mapping[str, float]) -> str:
+    """One bar a line over a logarithmic axis of whole decades below; a value of 0 has no place on it, and no bar."""
+    exponents = [math.log10(value) for value in values.values() if value > 0]
+    low, high = math.floor(min(exponents)), math.ceil(max(exponents))
+    high = max(high, low + 1)
+    decade, labels, lines = _WIDTH // (high - low), max(map(len, values)), []
+    for label, value in values.items():
+        filled = max(1, round(decade * (math.log10(value) - low))) if value > 0 else 0
+        lines.append(f"  {label:<{labels}}  {'█' * filled:<{_WIDTH}}  {value:.1e}")
+    ticks = [f"1e{exponent:03d}" for exponent in range(low, high + 1)]
+    lines.append(" " * (labels + 4) + "".join(f"|{'-' * (decade - 1)}" for _ in ticks[1:]) + "|")
+    lines.append(" " * (labels + 4) + "".join(f"{tick:<{decade}}" for tick in ticks).rstrip())
     return "\n".join(lines)
 
 

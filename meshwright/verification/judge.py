@@ -16,6 +16,7 @@ from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
 _CONSTANT_RATIO = 1e-6
 # Tensors whose error is looked at for one rank's part: of the first there may be too few elements.
 _MAX_SOURCES = 8
+_LOSSES_SHOWN = 4
 _TENSOR_CHECKS = ("loss", "activations", "gradients", "grad_norm", "parameters", "optimizer", "buffers")
 
 
@@ -107,7 +108,10 @@ def _tensor_check(
         number = len(reference.uncompared)
         note = f"({number} without rows of samples: {reference.uncompared[0]}{' ...' if number > 1 else ''})"
     if name == "loss":
-        note = "  ".join(f"{loss:.10f}" for loss in reference.losses)
+        shown = [f"{loss:.10f}" for loss in reference.losses]
+        note = "  ".join(
+            shown if len(shown) <= _LOSSES_SHOWN else [*shown[: _LOSSES_SHOWN - 1], "...", shown[-1]]
+        )
     return Check(
         name=name,
         ok=not wrongs,
@@ -127,10 +131,10 @@ def _not_less(value: float) -> float:
 
 def _equality_check(name: str, compared: int, wrongs: Sequence[Wrong], ranks: Sequence[RankReport]) -> Check:
     notes = {
-        "data": "samples, every one once, same order",
-        "replicas": "tensors bitwise equal on all ranks" if len(ranks) > 1 else "tensors, one rank",
-        "ties": "groups of names are still one tensor",
-        "counts": "steps, declared = issued",
+        "data": "every one once, same order",
+        "replicas": "bitwise equal on all ranks" if len(ranks) > 1 else "one rank, nothing to compare with",
+        "ties": "each still one tensor",
+        "counts": "of all ranks, collectives declared = issued",
     }
     first = wrongs[0] if wrongs else None
     return Check(

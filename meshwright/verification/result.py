@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 CHECK_NAMES = (
@@ -32,6 +33,11 @@ EXECUTION_ORDER = (
     "buffers",
     "ties",
     "replicas",
+)
+
+# What a check counts where that is not tensors.
+_UNITS = MappingProxyType(
+    {"data": "samples", "loss": "steps", "grad_norm": "steps", "ties": "ties", "counts": "steps"}
 )
 
 
@@ -139,11 +145,14 @@ class Check:
         if not self.ok:
             assert self.first_wrong is not None, f"check {self.name} failed without a finding"
             good = self.compared - self.num_wrong
-            return f"{text}{good}/{self.compared}   first wrong {self.first_wrong.describe()}"
-        worst = (
-            f"   worst relative {self.worst_relative:.1e}  {self.worst_tensor}" if self.worst_tensor else ""
-        )
-        return f"{text}{self.compared}{worst}{'   ' if self.note else ''}{self.note}".rstrip()
+            return f"{text}{f'{good:,}/{self.compared:,}':>7} good  first wrong {self.first_wrong.describe()}"
+        if not self.compared:
+            return f"{text}{'none':>7}"
+        parts = [f"{text}{self.compared:>7,} {_UNITS.get(self.name, 'tensors'):<8}"]
+        if self.worst_tensor:
+            where = "" if self.worst_tensor == self.name else f"  {self.worst_tensor}"
+            parts.append(f"worst relative {self.worst_relative:.1e}{where}")
+        return "  ".join([*parts, *([self.note] if self.note else [])])
 
 
 def _wrong_json(wrong: Wrong | None) -> dict[str, Any] | None:
@@ -207,12 +216,16 @@ class VerifyResult:
             f"model      {self.model}",
             *(check.line() for check in self.checks),
         ]
+        verdict = "PASS" if self.ok else "FAIL"
+        return "\n".join([*lines, *self.finding(), f"{verdict} in {self.seconds:.0f} s"])
+
+    def finding(self) -> list[str]:
+        """Lines that name the first wrong tensor and guess at the cause; none where all is right."""
         first = self.first_wrong
         if first is None:
-            return "\n".join([*lines, f"PASS in {self.seconds:.0f} s"])
-        lines.append(f"first      {first.check}  {first.describe()}")
-        lines += [f"           {first.cause}"] if first.cause else []
-        return "\n".join([*lines, f"FAIL in {self.seconds:.0f} s"])
+            return []
+        lines = [f"first      {first.check}  {first.describe()}"]
+        return [*lines, f"           {first.cause}"] if first.cause else lines
 
     def to_json(self) -> dict[str, Any]:
         """The contract's keys: ok, reference, candidate, checks, seconds; and model, first_wrong, memory."""

@@ -48,3 +48,13 @@ def test_an_unknown_lesson_lists_what_there_is(invoke):
     error = invoke("3").exception
     assert isinstance(error, ConfigError)
     assert str(error) == "E114 there is no lesson 3; lessons: 0, 12"
+
+
+def test_choices_go_to_a_lesson_that_takes_them(invoke, tmp_path):
+    text = '"""Choose."""\n\ndef main(*names):\n    print(names)\n'
+    (tmp_path / "some_lessons/lesson_13.py").write_text(text)
+    assert invoke("13", "this", "that").stdout == "('this', 'that')\n"
+    assert invoke("13").stdout == "()\n"
+    error = invoke("0", "this").exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == "E114 lesson 0 has nothing to choose; it was given this"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from meshwright.cli.learn import find_lessons
-from meshwright.lessons import parity
-from meshwright.lessons.pictures import bars, stacked_bytes
+from meshwright.errors import ConfigError
+from meshwright.launching.verify import job_of
+from meshwright.lessons import lesson_13, parity
+from meshwright.lessons.pictures import bars, log_bars, stacked_bytes
+from meshwright.verification.job import Functions
+from tests.parity.verifying import Verifier
 
 PARITY = re.compile(r"✓ (\w+) on (\d) ranks?, accumulate (\d) = 1 process: (\d+) .* worst ([\d.e+-]+)")
 
@@ -29,10 +34,10 @@ def run_lesson(ranks, monkeypatch, capsys):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads that wait for each other on busy cores spin for seconds
 
-    def run(number: int) -> str:
+    def run(number: int, *choices: str) -> str:
         lesson = importlib.import_module(f"meshwright.lessons.{find_lessons()[number].stem}")
-        monkeypatch.setattr(lesson, "RankPool", WarmPool)
-        lesson.main()
+        monkeypatch.setattr(lesson, "RankPool", WarmPool, raising=False)
+        lesson.main(*choices)
         return capsys.readouterr().out
 
     yield run
@@ -124,6 +129,39 @@ def test_lesson_5_splits_memory_by_the_formulas(run_lesson):
     assert parities(output) == [(policy, "4", "2") for policy in ("ddp", "zero1", "zero2", "zero3")]
 
 
+def test_lesson_13_breaks_it_and_finds_it(run_lesson, monkeypatch):
+    compared = []
+
+    def on_warm_ranks(*functions, plan, processes, **options):
+        job = job_of(Functions(*functions), plan=plan, processes=processes, options=options)
+        compared.append(verifier.run(verifier.prepare(replace(job, inject=None)), job.inject))
+        return compared[-1]
+
+    monkeypatch.setattr("meshwright.lessons.lesson_13.verify", on_warm_ranks)
+    with Verifier() as verifier:
+        output = run_lesson(13)
+    assert [result.ok for result in compared] == [False, False, False, True]
+    first = compared[0].first_wrong
+    assert (first.check, first.step) == ("gradients", 1)
+    assert "the gradient was not reduced over dp" in output
+    assert "mean_of_means: " in output
+    assert output.count("\n  first      ") == 3
+    apart = [float(number) for number in re.findall(r"^  step \d  █+ +([\d.e-]+)$", output, re.MULTILINE)]
+    assert len(apart) == 6
+    # Adam's first step moves every weight by nearly the learning rate, 3e-4, up or down.
+    assert apart[0] == pytest.approx(6e-4, rel=0.05)
+    assert apart == sorted(apart)
+    assert "Without the fault: [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]" in output
+    assert "PASS in " in output
+
+
+def test_lesson_13_refuses_faults_that_it_does_not_know():
+    with pytest.raises(
+        ConfigError, match="E803 there is no silent fault 'mean_of_meens'. Did you mean 'mean_of_means'"
+    ):
+        lesson_13.main("mean_of_meens")
+
+
 def test_a_lesson_fails_where_ranks_and_one_process_differ(ranks, monkeypatch):
     alone = parity._train_alone
 
@@ -149,4 +187,15 @@ def test_stacked_bars_are_to_scale():
     assert stacked_bytes({"a": {"x": 2**20, "y": 3 * 2**20}, "b": {"x": 2**20, "y": 0}}).splitlines() == [
         "  a  " + "x" * 10 + "y" * 30 + "  4.00 MiB",
         "  b  " + "x" * 10 + " " * 30 + "  1.00 MiB",
+    ]
+
+
+def test_log_bars_stand_on_decades():
+    assert log_bars({"a": 1e-2, "b": 1e-1, "c": 0.0, "d": 2e-3}).splitlines() == [
+        "  a  " + "█" * 20 + " " * 20 + "  1.0e-02",
+        "  b  " + "█" * 40 + "  1.0e-01",
+        "  c  " + " " * 40 + "  0.0e+00",
+        "  d  " + "█" * 6 + " " * 34 + "  2.0e-03",
+        "     |-------------------|-------------------|",
+        "     1e-03               1e-02               1e-01",
     ]
