@@ -157,7 +157,7 @@ def test_lesson_13_breaks_it_and_finds_it(run_lesson, monkeypatch):
 
 def test_lesson_13_refuses_faults_that_it_does_not_know():
     with pytest.raises(
-        ConfigError, match="E803 there is no silent fault 'mean_of_meens'. Did you mean 'mean_of_means'"
+        ConfigError, match=r"E803 there is no silent fault 'mean_of_meens'\. Did you mean 'mean_of_means'"
     ):
         lesson_13.main("mean_of_meens")
 
