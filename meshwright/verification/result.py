@@ -145,10 +145,10 @@ class Check:
         if not self.ok:
             assert self.first_wrong is not None, f"check {self.name} failed without a finding"
             good = self.compared - self.num_wrong
-            return f"{text}{f'{good:,}/{self.compared:,}':>7} good  first wrong {self.first_wrong.describe()}"
+            return f"{text}{good}/{self.compared}   first wrong {self.first_wrong.describe()}"
         if not self.compared:
-            return f"{text}{'none':>7}"
-        parts = [f"{text}{self.compared:>7,} {_UNITS.get(self.name, 'tensors'):<8}"]
+            return f"{text}none"
+        parts = [f"{text}{self.compared:<6,} {_UNITS.get(self.name, 'tensors'):<7}"]
         if self.worst_tensor:
             where = "" if self.worst_tensor == self.name else f"  {self.worst_tensor}"
             parts.append(f"worst relative {self.worst_relative:.1e}{where}")

@@ -14,7 +14,7 @@ from meshwright.cli.learn import find_lessons
 from meshwright.cli.main import app
 from tests.house.source import ROOT, modules, parse
 
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/notes.md")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/notes.md", "docs/verify.md")
 # Files that a document may name: with a folder, or at the top of the repository.
 PATH = re.compile(
     r"`((?:meshwright|tests|benchmarks|docs|examples)/[\w./-]*|[\w.-]+\.(?:md|toml|txt)|Makefile)"
