@@ -24,7 +24,7 @@ def verify(
         typer.Option("-n", "--processes", min=1, help="Candidate ranks (default: the plan's, or 4)."),
     ] = None,
     precision: Annotated[
-        str, typer.Option("--precision", help="fp64, or fp32 against its measured rounding.")
+        str, typer.Option("--precision", help="fp64; or fp32, bf16, fp16 against their measured rounding.")
     ] = "fp64",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="Keep the sizes of a known architecture.")] = False,

@@ -11,7 +11,7 @@ from meshwright.verification.job import RankReport, Reference
 from meshwright.verification.result import CHECK_NAMES, Check, Wrong
 from meshwright.verification.signatures import Facts, Sizes, guess
 from meshwright.verification.sources import find_source
-from meshwright.verification.tensors import Key, PieceStats, Recorded, Tolerance
+from meshwright.verification.tensors import FIRST_FACTOR, Key, PieceStats, Recorded, Tolerance
 
 _CONSTANT_RATIO = 1e-6
 # Tensors whose error is looked at for one rank's part: of the first there may be too few elements.
@@ -107,6 +107,9 @@ def _tensor_check(
     if name == "activations" and reference.uncompared:
         number = len(reference.uncompared)
         note = f"({number} without rows of samples: {reference.uncompared[0]}{' ...' if number > 1 else ''})"
+    first = reference.tolerances[name].first if name in reference.tolerances else None
+    if first is not None:
+        note = f"(step 1: limit {first:.1e} = {FIRST_FACTOR:g} x one-device reordering noise)"
     if name == "loss":
         shown = [f"{loss:.10f}" for loss in reference.losses]
         note = "  ".join(
@@ -172,7 +175,7 @@ def _verdict(item: Recorded, pieces: Sequence[PieceStats], tolerance: Tolerance,
     relative = tolerance.norm_error(item, _square_error(pieces))
     limit = tolerance.largest_error(item)
     bad = [piece for piece in pieces if not piece.largest_error <= limit]
-    if not bad and relative <= tolerance.norm:
+    if not bad and relative <= tolerance.norm_limit(item):
         return _Verdict(item, relative, None)
     if not bad:  # each element is within its limit and all together are not
         bad = [piece for piece in pieces if piece.square_error > 0]

@@ -64,6 +64,11 @@ def reversed_whole(micro_step: range) -> list[Sequence[int]]:
     return [micro_step[::-1]]
 
 
+def one_by_one(micro_step: range) -> list[Sequence[int]]:
+    """Each sample by itself, the last first."""
+    return [micro_step[place : place + 1] for place in reversed(range(len(micro_step)))]
+
+
 class Put(Protocol):
     """Where a run's tensors go."""
 

@@ -10,24 +10,33 @@ Two rules judge a tensor, and it must keep both:
 
 [Note: limits] In float64 the limits are 1e-12 and 1e-9, so one element off by 1e-8 of the largest magnitude of its
 tensor is always seen. Both are raised to `NOISE_FACTOR` times what reordering the samples and nudging the weights by a
-rounding error does on one device, if that is more; in float32 that measurement alone sets them.
+rounding error does on one device, if that is more; in float32 that measurement alone sets them. In 16 bits the
+factor is `FIRST_FACTOR` for the gradients of the first step, whose weights no rounding has moved yet: sums of
+gradients that lose digits over many micro-steps are seen there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 NOISE_FACTOR = 8.0
+FIRST_FACTOR = 2.0
 EPS: Mapping[str, float] = MappingProxyType(
     {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 )
+_LOW = ("bf16", "fp16")
 # Smallest limits: of the norm rule, and of the element rule relative to the tensor's own largest magnitude.
-_NORM_LIMIT: Mapping[str, float] = MappingProxyType({"fp64": 1e-12, "fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4})
-_ELEMENT_LIMIT: Mapping[str, float] = MappingProxyType(
-    {"fp64": 1e-9, "fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}
+_NORM_LIMIT: Mapping[str, float] = MappingProxyType({"fp64": 1e-12, "fp32": 1e-6})
+_ELEMENT_LIMIT: Mapping[str, float] = MappingProxyType({"fp64": 1e-9, "fp32": 1e-6})
+# In 16 bits in units of eps, since a run may by luck have no rounding at all where another has one: activations are
+# themselves of 16 bits, parameters are float32 and move a little in a step, all else are sums of many roundings.
+_LOW_NORM_EPS: Mapping[str, float] = MappingProxyType(
+    {"activations": 1.0, "optimizer": 1.0, "parameters": 1 / 256}
 )
+_LOW_NORM_EPS_ELSE = 0.25
+_LOW_ELEMENT_EPS = 4.0
 # Rounding of a few dozen additions, relative to the largest magnitude of the module.
 _MODULE_EPS = 64.0
 # Largest magnitudes below this part of the module's are nothing but rounding, when noise is measured.
@@ -108,6 +117,7 @@ class Tolerance:
 
     Attributes:
         norm: limit of the norm rule.
+        first: the same in the first step, where it is lower.
         element: limit of one element, relative to its tensor's largest magnitude.
         module: limit of one element, relative to its module's largest magnitude.
         eps: of the element type.
@@ -117,6 +127,11 @@ class Tolerance:
     element: float
     module: float
     eps: float
+    first: float | None = None
+
+    def norm_limit(self, recorded: Recorded) -> float:
+        """Limit of the norm rule for one tensor."""
+        return self.norm if self.first is None or recorded.step > 1 else self.first
 
     def norm_error(self, recorded: Recorded, square_error: float) -> float:
         """The norm of a difference by the norm rule; 0 for no difference at all."""
@@ -132,26 +147,45 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Noise:
-    """What another way to compute the tensors of one check did to them, by the measures of `Tolerance`."""
+    """What another way to compute the tensors of one check did to them, by the measures of `Tolerance`.
+
+    `first` is `norm` of the first step alone.
+    """
 
     norm: float = 0.0
     element: float = 0.0
     module: float = 0.0
+    first: float = 0.0
 
 
-def tolerance(precision: str, *noises: Noise) -> Tolerance:
+def tolerance(precision: str, *noises: Noise, check: str = "") -> Tolerance:
     """The limits of one check; see [Note: limits].
 
     Args:
-        precision: `fp64` or `fp32`.
+        precision: `fp64`, `fp32`, `bf16` or `fp16`.
         noises: measured in the same call; the largest counts.
+        check: its name, which matters in 16 bits.
     """
     eps = EPS[precision]
+    if precision in _LOW:
+        return _low_tolerance(eps, noises, check)
     return Tolerance(
         norm=max(_NORM_LIMIT[precision], *(NOISE_FACTOR * noise.norm for noise in noises)),
         element=max(_ELEMENT_LIMIT[precision], *(NOISE_FACTOR * noise.element for noise in noises)),
         module=max(_MODULE_EPS * eps, *(NOISE_FACTOR * noise.module for noise in noises)),
         eps=eps,
+    )
+
+
+def _low_tolerance(eps: float, noises: Sequence[Noise], check: str) -> Tolerance:
+    least = eps * _LOW_NORM_EPS.get(check, _LOW_NORM_EPS_ELSE)
+    is_first = check == "gradients" and any(noise.first for noise in noises)
+    return Tolerance(
+        norm=max(least, *(NOISE_FACTOR * noise.norm for noise in noises)),
+        element=max(_LOW_ELEMENT_EPS * eps, *(NOISE_FACTOR * noise.element for noise in noises)),
+        module=max(_LOW_ELEMENT_EPS * eps, *(NOISE_FACTOR * noise.module for noise in noises)),
+        eps=eps,
+        first=max(least, *(FIRST_FACTOR * noise.first for noise in noises)) if is_first else None,
     )
 
 

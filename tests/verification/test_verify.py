@@ -53,7 +53,7 @@ FACTORS = {
     "zero": [0, 1, 2, 3],
     "processes": [1, 2, 3],
     "optimizer": ["adamw", "sgd"],
-    "precision": ["fp64", "fp32"],
+    "precision": ["fp64", "fp32", "bf16", "fp16"],
 }
 
 
@@ -73,7 +73,7 @@ def test_what_is_right_passes(case):
     assert result.ok, result.table()
     names = ("data", "loss", "activations", "gradients", "grad_norm", "parameters", "replicas")
     assert all(result.check(name).compared > 0 for name in names)
-    limit = {"fp64": 1e-12, "fp32": 1e-4}[case["precision"]]
+    limit = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}[case["precision"]]
     assert max(check.worst_relative for check in result.checks) < limit
     assert result.check("ties").compared == (case["subject"] in ("gpt", "net"))
     # The buffers of a batch normalisation follow the global micro-step.
