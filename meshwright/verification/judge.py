@@ -14,6 +14,8 @@ from meshwright.verification.sources import find_source
 from meshwright.verification.tensors import FIRST_FACTOR, Key, PieceStats, Recorded, Tolerance
 
 _CONSTANT_RATIO = 1e-6
+# Limits above this multiple of half the digits are said aloud.
+_WEAK = 10.0
 # Tensors whose error is looked at for one rank's part: of the first there may be too few elements.
 _MAX_SOURCES = 8
 _LOSSES_SHOWN = 4
@@ -115,6 +117,9 @@ def _tensor_check(
         note = "  ".join(
             shown if len(shown) <= _LOSSES_SHOWN else [*shown[: _LOSSES_SHOWN - 1], "...", shown[-1]]
         )
+    tolerance = reference.tolerances[name]
+    if tolerance.norm > _WEAK * tolerance.eps**0.5:
+        note = f"{note}   (rounding alone moves this much: only errors above {tolerance.norm:.1g} are seen)".strip()
     return Check(
         name=name,
         ok=not wrongs,

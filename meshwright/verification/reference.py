@@ -50,7 +50,7 @@ from meshwright.verification.tensors import NEGLIGIBLE, Key, Noise, Recorded, To
 _CHECKS = ("loss", "activations", "grad_norm", "gradients", "parameters", "optimizer", "buffers")
 # More than any rounding: halves of a micro-step that differ so much from the whole are not the same computation.
 _MIXES_SAMPLES = {"fp64": 1e-7, "fp32": 1e-2, "bf16": 0.3, "fp16": 0.1}
-# Where no variation is the same computation: a few rounding errors of a sum of hundreds.
+# Where no order is the same computation: a few rounding errors of a sum of hundreds.
 _UNKNOWN_NOISE = {
     "fp64": Noise(),
     "fp32": Noise(norm=4e-6, element=4e-5, module=4e-6),
@@ -205,33 +205,29 @@ def _inspect(job: VerifyJob) -> Subject:
     )
 
 
-@dataclass(frozen=True)
-class _Variation:
-    """Another way to compute the same: samples in another order, weights moved by a rounding error (by this seed)."""
+def _orders(subject: Subject, precision: Precision) -> tuple[Order, ...]:
+    """Orders of samples under which the model computes the same, the most different first.
 
-    order: Order
-    nudge: int | None = None
-
-
-def _variations(subject: Subject, precision: Precision) -> tuple[_Variation, ...]:
-    """Ways under which the model stays the same computation.
-
-    Batch statistics of two samples are the same sums in any order, and yet they may lose digits: weights are nudged.
-    Dropout masks belong to places in the batch, which are consecutive: no part can run backwards. An adaptive
-    optimizer magnifies the rounding of a single gradient that is nearly zero, and one run may have little of it: in
-    float32, where no smallest limit hides that, a third run is made. In 16 bits a nudge of the float32 copies moves
-    either no weight or one by 2^-8, which is no rounding of sums; instead each sample runs by itself. With batch
-    statistics no sample can, and nothing is known of the rounding of parts of a sum.
+    Dropout masks belong to places in the batch, which are consecutive: no part can run backwards. With batch
+    statistics no sample can run by itself, and in 16 bits nothing is known then of the rounding of parts of a sum.
     """
-    if subject.has_batch_norms and is_low(precision):
-        return ()
     halves = swapped_halves if subject.is_random else reversed_halves
-    whole = as_given if subject.is_random else reversed_whole
-    first = _Variation(whole, nudge=0) if subject.has_batch_norms else _Variation(halves)
     if is_low(precision):
-        return first, _Variation(one_by_one), _Variation(whole)
-    third = (_Variation(whole, nudge=2),) if precision == "fp32" else ()
-    return first, _Variation(whole, nudge=1), *third
+        whole = as_given if subject.is_random else reversed_whole
+        return () if subject.has_batch_norms else (halves, one_by_one, whole)
+    whole_only = () if subject.is_random else (reversed_whole,)
+    return whole_only if subject.has_batch_norms else (halves, *whole_only)
+
+
+def _nudges(precision: Precision) -> tuple[int, ...]:
+    """Seeds of runs with nudged weights.
+
+    Batch statistics of two samples are the same sums in any order, and yet they may lose digits. An adaptive
+    optimizer magnifies the rounding of a single gradient that is nearly zero, and one run may have little of it: in
+    float32, where no smallest limit hides that, there are two. In 16 bits a nudge of the float32 copies moves either no
+    weight or one by 2^-8, which is no rounding of sums.
+    """
+    return () if is_low(precision) else (1, 2) if precision == "fp32" else (1,)
 
 
 def measure_noise(
@@ -242,40 +238,68 @@ def measure_noise(
     subject: Subject,
     clip_norm: float | None,
 ) -> dict[str, Tolerance]:
-    """The limits of every check, after running the reference in other ways.
+    """The limits of every check, after running the reference in other ways; the largest noise counts.
 
-    Every variation under which it stays the same computation counts; with none, nothing is known of noise.
+    Of the orders the first counts under which the model stays the same computation (in 16 bits all such); with none,
+    reordering may do what it does elsewhere. In its own order a nudge changes no computation, however much it moves
+    results.
     """
     precision = job.plan.precision
-    measured = []
-    for variation in _variations(subject, precision):
-        comparer = Comparer(path, recorded, tolerances={}, rank=0)
+    runs = _Runs(job, path, recorded, subject=subject, clip_norm=clip_norm)
+    reordered = []
+    for order in _orders(subject, precision):
+        noise = runs.noise_of(order)
+        if max(item.norm for item in noise.values()) <= _MIXES_SAMPLES[precision]:
+            reordered.append(noise)
+            if not is_low(precision):
+                break
+    measured = reordered or [dict.fromkeys(_CHECKS, _UNKNOWN_NOISE[precision])]
+    measured += [runs.noise_of(as_given, nudge=seed) for seed in _nudges(precision)]
+    return {
+        check: tolerance(precision, *(noise[check] for noise in measured), check=check) for check in _CHECKS
+    }
 
-        def measure(
-            key: Key, tensor: Tensor, *, order: int, start: int, rows: Rows, comparer: Comparer = comparer
-        ) -> None:
+
+class _Runs:
+    """Trains the reference in other ways and compares with what was recorded."""
+
+    def __init__(
+        self,
+        job: VerifyJob,
+        path: Path,
+        recorded: Sequence[Recorded],
+        *,
+        subject: Subject,
+        clip_norm: float | None,
+    ) -> None:
+        self._job = job
+        self._path = path
+        self._recorded = recorded
+        self._subject = subject
+        self._clip_norm = clip_norm
+
+    def noise_of(self, order: Order, *, nudge: int | None = None) -> dict[str, Noise]:
+        """What this order, and weights moved by a rounding error (by this seed), did to the tensors of every check."""
+        comparer = Comparer(self._path, self._recorded, tolerances={}, rank=0)
+
+        def measure(key: Key, tensor: Tensor, *, order: int, start: int, rows: Rows) -> None:
             if comparer.knows(key) is not None:
                 comparer.compare(key, tensor, start=start)
 
+        subject = self._subject
         run = PlainRun(
-            job,
+            self._job,
             put=measure,
-            order=variation.order,
+            order=order,
             rows=subject.rows,
             scope=subject.scope,
             scale=subject.factor,
         )
-        if variation.nudge is not None:
-            run.nudge(variation.nudge)
-        run.train(clip_norm)
+        if nudge is not None:
+            run.nudge(nudge)
+        run.train(self._clip_norm)
         gc.collect()
-        noise = {check: _noise_of(check, comparer, precision=precision) for check in _CHECKS}
-        if max(item.norm for item in noise.values()) <= _MIXES_SAMPLES[precision]:
-            measured.append(noise)
-    measured = measured or [dict.fromkeys(_CHECKS, _UNKNOWN_NOISE[precision])]
-    return {
-        check: tolerance(precision, *(noise[check] for noise in measured), check=check) for check in _CHECKS
-    }
+        return {check: _noise_of(check, comparer, precision=self._job.plan.precision) for check in _CHECKS}
 
 
 def _noise_of(check: str, comparer: Comparer, *, precision: str) -> Noise:

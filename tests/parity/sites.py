@@ -102,8 +102,8 @@ def _parameter(site: Site, candidate: CandidateRank) -> None:
         return
     update = candidate.state.optimizer.step
 
-    def spoiling(*, lr: float, used: set[str]) -> None:
-        update(lr=lr, used=used)
+    def spoiling(**arguments: Any) -> None:
+        update(**arguments)
         if candidate.state.step == site.item.step - 1:
             _spoil_parameter(site, candidate)
 
@@ -117,7 +117,7 @@ def _spoil_parameter(site: Site, candidate: CandidateRank) -> None:
         bucketed |= any(parameter.name == name for parameter in memory.bucket.parameters)
         for piece in memory.pieces():
             if piece.name == name and _is_mine(site, candidate):
-                part = memory.weight_shard[piece.offset : piece.offset + piece.stop - piece.start]
+                part = memory.master_shard[piece.offset : piece.offset + piece.stop - piece.start]
                 _once(site, part, piece.start)
     if not bucketed and candidate.rank == site.rank:  # frozen and not sharded: whole on every rank
         _once(site, candidate.engine.model.get_parameter(name), 0)

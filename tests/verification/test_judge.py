@@ -196,3 +196,13 @@ def test_json_has_the_contracts_keys():
     assert all(keys <= set(check) for check in json["checks"])
     assert (json["ok"], json["first_wrong"]["check"]) == (False, "loss")
     assert [check["first_wrong"] for check in json["checks"] if not check["ok"]] == ["loss"]
+
+
+def test_a_wide_limit_is_said_aloud():
+    wide = dataclasses.replace(
+        reference(), tolerances=reference().tolerances | {"gradients": tolerance("fp64", Noise(norm=0.01))}
+    )
+    check = next(check for check in judge(wide, reports(), SIZES) if check.name == "gradients")
+    assert check.ok
+    assert "only errors above 0.08 are seen" in check.line()
+    assert "rounding" not in next(c for c in judge(wide, reports(), SIZES) if c.name == "parameters").line()

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.layout.check import PlanRequest, make_plan
@@ -111,3 +112,29 @@ def test_native_dropout_on_several_ranks_is_refused(dropout, ranks, outcome, tmp
     assert "--processes 1" in str(caught.value)
     still = VerifyJob(config, plan, 1, Functions(Net, loss_of_labels, Rows()))  # nothing is drawn
     assert run_reference(still, tmp_path / "file").losses
+
+
+class Chaotic(nn.Module):
+    """Iterates a map that doubles every error; each step of it costs a digit in binary."""
+
+    def __init__(self, iterations):
+        super().__init__()
+        self.iterations = iterations
+        self.first = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.first(x).sigmoid()
+        for _ in range(self.iterations):
+            x = 4 * x * (1 - x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("iterations", "low", "high"), [(0, 1e-12, 1e-10), (24, 1e-9, 1e-2), (40, 1e-5, 1e12)]
+)
+def test_limits_follow_what_rounding_does(iterations, low, high, tmp_path):
+    config = load_config(None, ["plan.precision=fp64", "train.optimizer.name=sgd"]).config
+    plan = make_plan(PlanRequest(micro_batch=4, precision="fp64"), world_size=1, global_batch=4)
+    functions = Functions(lambda: Chaotic(iterations), loss_of_labels, Rows())
+    reference = run_reference(VerifyJob(config, plan, 1, functions), tmp_path / "file")
+    assert low <= reference.tolerances["gradients"].norm <= high
