@@ -228,6 +228,13 @@ CATALOGUE = (
         'plan.precision = "fp32". Runs on a GPU have more kernels than CPU processes.',
     ),
     CodeEntry(
+        "E212",
+        "a model over several devices that cannot be sharded",
+        "A module whose parameters lie on several devices of one process trains under ddp, a bucket for each device. "
+        "Shards and offloaded state lie on one device.",
+        "Set plan.zero = 0, or build the model on one device and let plan.zero spread it over processes.",
+    ),
+    CodeEntry(
         "E220",
         "an exchange algorithm that cannot do this",
         "No algorithm of this name exists, or it does not carry out this collective: a tree has no all-to-all, a ring "

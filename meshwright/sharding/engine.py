@@ -23,7 +23,7 @@ knows nothing of optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,18 +32,26 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ops import DataGroups, Group
-from meshwright.errors import LoopError, PlanError
+from meshwright.errors import LoopError
 from meshwright.layout.bucket import Piece, Unit
 from meshwright.layout.grouping import Division, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
 from meshwright.sharding.gatherer import GatheredUnit, Gatherer
 from meshwright.sharding.host import HostCopies
-from meshwright.sharding.memory import BucketMemory, BufferPool, Initialiser, give_memory
+from meshwright.sharding.memory import BucketMemory, Initialiser
+from meshwright.sharding.placement import (
+    check_devices,
+    devices_of,
+    make_pools,
+    move_buffers,
+    move_parameters,
+    place_of,
+    pooled_bytes,
+)
 from meshwright.sharding.units import (
     assign_units,
     find_units,
     parameter_specs,
-    parameters_in_master_type,
 )
 
 # Reductions that stay in flight behind the newest backward work: more hides nothing (the next one waits for the
@@ -107,7 +115,9 @@ class ShardingEngine:
         self.group: Group = groups.all
         self.device = device
         self.owners = groups.shard if policy.shards_optimizer else groups.all
-        self.units = plan_units(model, policy, self.owners.size, compute_dtype)
+        places = devices_of(model, device)
+        check_devices(places, policy, offload=offload)
+        self.units = plan_units(model, policy, self.owners.size, compute_dtype, places)
         parameters = dict(model.named_parameters())
         copies = HostCopies(device) if offload else None
         self._names = list(parameters)
@@ -119,8 +129,10 @@ class ShardingEngine:
         self.memories = [memory for memories in self._unit_memories for memory in memories]
         with torch.no_grad():
             for memory in self.memories:
-                memory.allocate(device, initialiser)
-            self._move_rest(model, device, initialiser, compute_dtype)
+                memory.allocate(place_of(memory.bucket, device), initialiser)
+            bucketed = {parameter for memory in self.memories for parameter in memory.parameters}
+            move_parameters(model, device, initialiser, compute_dtype, leave_out=bucketed)
+            move_buffers(model, device)
         self._trained = [memory for memory in self.memories if memory.bucket.trainable]
         self._make_pools(device)
         self._make_shards()
@@ -138,46 +150,16 @@ class ShardingEngine:
                     lambda _p, memory=memory, position=position: self._take(memory, position)
                 )
 
-    def _move_rest(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        initialiser: Initialiser | None,
-        compute_dtype: torch.dtype | None,
-    ) -> None:
-        """Parameters of no bucket (frozen, not sharded) and buffers go to the device; buffers keep their type."""
-        bucketed = {parameter for memory in self.memories for parameter in memory.parameters}
-        kept = parameters_in_master_type(model)
-        for name, parameter in model.named_parameters():
-            if parameter in bucketed:
-                continue
-            dtype = parameter.dtype if compute_dtype is None or parameter in kept else compute_dtype
-            if (parameter.device, parameter.dtype) == (device, dtype):
-                continue
-            values = parameter.data
-            if values.is_meta:
-                assert initialiser is not None, f"parameter {name} is on the meta device, without values"
-                values = initialiser(name, 0, values.numel(), values.dtype).view(values.shape)
-            give_memory(parameter, values.to(device, dtype))
-        for module in model.modules():
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                if buffer.is_meta:
-                    raise PlanError(
-                        "E206",
-                        f"buffer {name!r} of {type(module).__name__} is on the meta device: its values are "
-                        f"unknown. Build the model on a real device.",
-                    )
-                if buffer.device != device:
-                    setattr(module, name, buffer.to(device))  # nn.Module keeps it a (non-)persistent buffer
-
     def _make_pools(self, device: torch.device) -> None:
         """Memory of open gradients and of gathered weights."""
         by_unit = list(zip(self.units, self._unit_memories, strict=True))
         own_root = self.policy.shards_parameters
         summing = [(u, m) for u, memories in by_unit for m in memories if m.sums_in_shard]
         gathering = [(u, m) for u, memories in by_unit for m in memories if m.transient]
-        self._gradient_pools = _pools(summing, device, own_root=own_root, dtype_of=lambda m: m.master_dtype)
-        self._weight_pools = _pools(gathering, device, own_root=own_root, dtype_of=lambda m: m.dtype)
+        self._gradient_pools = make_pools(
+            summing, device, own_root=own_root, dtype_of=lambda m: m.master_dtype
+        )
+        self._weight_pools = make_pools(gathering, device, own_root=own_root, dtype_of=lambda m: m.dtype)
 
     def _make_shards(self) -> None:
         self._shards_of: dict[BucketMemory, list[ShardParameter]] = {memory: [] for memory in self._trained}
@@ -377,8 +359,8 @@ class ShardingEngine:
                 result["gradient_shards"] += memory.gradient_shard.untyped_storage().nbytes()
             elif memory.gradients is not None:
                 result["gradients"] += memory.gradients.untyped_storage().nbytes()
-        result["weights"] += _pool_bytes(self._weight_pools)
-        result["pool"] = _pool_bytes(self._gradient_pools)
+        result["weights"] += pooled_bytes(self._weight_pools)
+        result["pool"] = pooled_bytes(self._gradient_pools)
         distinct = {id(group): group for group in (self.group, self.groups.shard, self.groups.replicate)}
         for group in distinct.values():
             if group.transport is not None:
@@ -471,40 +453,15 @@ class ShardingEngine:
                 memory.start_fetch()
 
 
-def _pools(
-    owners: list[tuple[Unit, BucketMemory]],
-    device: torch.device,
-    *,
-    own_root: bool,
-    dtype_of: Callable[[BucketMemory], torch.dtype],
-) -> dict[BucketMemory, BufferPool]:
-    """A pool for each (element type, trained or not) that blocks share; with `own_root` one for each root bucket.
-
-    The root is open during the whole backward, so it has a buffer of its size.
-    """
-    shared: dict[tuple[torch.dtype, bool], list[BucketMemory]] = {}
-    pools: dict[BucketMemory, BufferPool] = {}
-    for unit, memory in owners:
-        if unit.is_root and own_root:
-            pools[memory] = BufferPool(memory.bucket.numel, dtype_of(memory), device)
-        else:
-            shared.setdefault((dtype_of(memory), memory.bucket.trainable), []).append(memory)
-    for (dtype, _), memories in shared.items():
-        pool = BufferPool(max(memory.bucket.numel for memory in memories), dtype, device)
-        pools |= dict.fromkeys(memories, pool)
-    return pools
-
-
-def _pool_bytes(pools: dict[BucketMemory, BufferPool]) -> int:
-    distinct = {id(pool): pool for pool in pools.values()}
-    return sum(b.untyped_storage().nbytes() for pool in distinct.values() for b in pool.buffers)
-
-
 def plan_units(
-    model: nn.Module, policy: ShardingPolicy, num_shards: int, compute_dtype: torch.dtype | None = None
+    model: nn.Module,
+    policy: ShardingPolicy,
+    num_shards: int,
+    compute_dtype: torch.dtype | None = None,
+    places: Mapping[str, torch.device] | None = None,
 ) -> tuple[Unit, ...]:
     """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`."""
-    specs = parameter_specs(model, compute_dtype)
+    specs = parameter_specs(model, compute_dtype, places)
     division = Division(num_shards, policy.alignment_numel, policy.ownership)
     if policy.shards_parameters:
         return group_by_module(specs, assign_units(model, find_units(model)), division)

@@ -7,6 +7,8 @@ to the root, which stays gathered from the first forward to the end of the backw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -30,12 +32,17 @@ def parameters_in_master_type(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
 
-def parameter_specs(model: nn.Module, compute_dtype: torch.dtype | None = None) -> list[ParameterSpec]:
+def parameter_specs(
+    model: nn.Module,
+    compute_dtype: torch.dtype | None = None,
+    places: Mapping[str, torch.device] | None = None,
+) -> list[ParameterSpec]:
     """Every distinct parameter as numbers, in order of registration; a tied one appears once.
 
     Args:
         model: its parameters have the type of their masters.
         compute_dtype: of forward and backward where that is another; None: the parameters' own.
+        places: parameter name to device, for a model that spans several.
     """
     kept, hidden = parameters_in_master_type(model), hidden_matrices(model)
     specs = []
@@ -48,6 +55,7 @@ def parameter_specs(model: nn.Module, compute_dtype: torch.dtype | None = None) 
                 str(dtype).removeprefix("torch."),
                 dtype.itemsize,
                 parameter.requires_grad,
+                str((places or {}).get(name, "")),
                 is_hidden=name in hidden,
                 has_master=parameter.requires_grad and dtype != parameter.dtype,
             )
