@@ -228,7 +228,7 @@ CATALOGUE = (
         'plan.precision = "fp32". Runs on a GPU have more kernels than CPU processes.',
     ),
     CodeEntry(
-        "E212",
+        "E213",
         "a model over several devices that cannot be sharded",
         "A module whose parameters lie on several devices of one process trains under ddp, a bucket for each device. "
         "Shards and offloaded state lie on one device.",

@@ -94,6 +94,45 @@ Set plan.zero = 3.""",
         ("fsdp", "fsdp2"),
     ),
     Concept(
+        "hsdp",
+        "copies of the model, each split over a group of ranks",
+        """\
+Weights are split inside groups of plan.hsdp neighbouring ranks (mostly one host); the groups are copies.
+Gathers stay inside a group; once a step the shards of the gradient are summed between copies: 2(R-1)/R x N/P
+values a rank with R copies of P ranks. Samples are cut over all ranks. Set plan.zero = 3 (or 1, 2) and
+plan.hsdp = P.""",
+        """\
+  rank        0     1     2     3          inside a copy      gather, reduce_scatter     0─1   2─3
+  copy        0     0     1     1          between copies     all_reduce, once a step    0─2   1─3
+  weights     ██░░  ░░██  ██░░  ░░██""",
+        ("hybrid", "hybrid sharding", "copies"),
+    ),
+    Concept(
+        "whole",
+        "whole ownership: every parameter has one owner",
+        """\
+Flat shards cut parameters anywhere. With plan.ownership = "whole" each parameter is updated by one rank: its
+gradient is reduced to the owner, its weights are broadcast from there, ahead of use. The bytes are those of
+flat shards in the mean; owners are balanced greedily, the largest parameter first; the run header says how well.
+Needed by optimizers that look at whole matrices (muon).""",
+        """\
+  flat    rank 0  ████████████│            whole   rank 0  ███ w1 ███   ██ w4 ██
+          rank 1              │████████    rank 1  ████ w2 ████  █ w3 █""",
+        ("ownership", "whole ownership", "owner"),
+    ),
+    Concept(
+        "muon",
+        "an optimizer whose updates of matrices have equal singular values",
+        """\
+The momentum of each matrix is brought near the closest orthogonal matrix by five Newton-Schulz steps, so
+that every direction of the update weighs alike. It needs the whole matrix: plan.zero = 0, or plan.ownership =
+"whole". Embeddings, heads and vectors are AdamW's, with train.optimizer.adamw_lr. One moment a matrix, not two.""",
+        """\
+  singular values of the momentum   1.0  0.4  0.1  0.02
+  of the update                     0.9  1.1  0.8  0.9      ax + bx³ + cx⁵, five times""",
+        ("newton schulz", "orthogonalisation"),
+    ),
+    Concept(
         "mfu",
         "model FLOPs utilisation: useful work as a share of the peak",
         """\

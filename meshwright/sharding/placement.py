@@ -32,12 +32,12 @@ def devices_of(model: nn.Module, device: torch.device) -> dict[str, torch.device
 
 
 def check_devices(devices: Mapping[str, torch.device], policy: ShardingPolicy, *, offload: bool) -> None:
-    """E212 for a model over several devices with a policy that cannot leave it there."""
+    """E213 for a model over several devices with a policy that cannot leave it there."""
     if devices and (policy.shards_optimizer or offload):
         names = ", ".join(sorted({str(device) for device in devices.values()}))
         what = "plan.offload" if offload else f"plan.zero = {policy.name[-1]}"
         raise PlanError(
-            "E212",
+            "E213",
             f"the model lies on {names}, and {what} keeps what it holds on one device. Set plan.zero=0 without "
             f"plan.offload, or build the model on one device.",
         )

@@ -6,6 +6,7 @@ not know how tensors are found (`saving.py`) or lie in files (`checkpoint/`).
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -21,6 +22,7 @@ from meshwright.checkpoint.manifest import Manifest, RunFacts
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.writer import Place, SaveReport, Writer
 from meshwright.errors import CheckpointError
+from meshwright.layout.plan import TrainPlan
 from meshwright.training.metrics import gather_numbers
 from meshwright.training.saving import (
     expected_tensors,
@@ -261,7 +263,7 @@ class _Clock:
 def resume_lines(found: Resumed, now: RunFacts, *, world_size: int, described: str) -> list[str]:
     """What a user is told of a resumed run: where it came from, what is kept and what has changed."""
     saved = found.manifest.run
-    plan = _describe(saved.plan, found.manifest.world_size)
+    plan = f" ({TrainPlan.from_json(json.dumps(saved.plan)).describe()})" if saved.plan else ""
     lines = [
         f"resume {found.path}: step {saved.step:,}, saved on {found.manifest.world_size} ranks{plan} → "
         f"{world_size} ranks ({described})"
@@ -282,10 +284,3 @@ def resume_lines(found: Resumed, now: RunFacts, *, world_size: int, described: s
     if saved.seed == now.seed:
         kept.append("rng" if saved.dropout == now.dropout == "stateless" else f"seed {now.seed}")
     return [*lines, f"kept   {' · '.join(kept)}     changed  {' · '.join(changed) or 'nothing else'}"]
-
-
-def _describe(plan: Any, world_size: int) -> str:
-    if not plan:
-        return ""
-    policy = plan["policy"]["name"] if world_size == 1 else f"{plan['policy']['name']}x{world_size}"
-    return f" ({policy} · micro {plan['micro_batch']} x accumulate {plan['num_microbatches']} · {plan['precision']})"

@@ -48,7 +48,7 @@ def test_shards_of_a_spread_model_are_refused(policy: str, offload: bool, what: 
     check_devices({}, find_policy(policy), offload=offload)
     with pytest.raises(PlanError) as caught:
         check_devices(places, find_policy(policy), offload=offload)
-    assert caught.value.code == "E212"
+    assert caught.value.code == "E213"
     assert (
         f"the model lies on cuda:0, cuda:1, and {what} keeps what it holds on one device."
         in caught.value.message

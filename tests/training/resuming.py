@@ -17,7 +17,7 @@ from meshwright.checkpoint.manifest import RunFacts
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.writer import Place, Writer
 from meshwright.data.index_law import BatchGeometry
-from meshwright.layout.policy import find_policy
+from meshwright.layout.policy import Ownership, find_policy
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.randomness import stateless_randomness
@@ -25,12 +25,14 @@ from meshwright.training.saving import aliases, expected_tensors, items_to_save,
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 from tests.parity import models
+from tests.sharding.harness import data_groups
 
 GLOBAL_BATCH, LR, CLIP, SEED = 12, 0.01, 0.5, 5
 SPECS = {
     "adamw": OptimizerSpec("adamw", lr=LR, weight_decay=0.1, eps=1e-6),
     "sgd": OptimizerSpec("sgd", lr=LR, weight_decay=0.1, momentum=0.9),
     "plain": OptimizerSpec("sgd", lr=LR),
+    "muon": OptimizerSpec("muon", lr=LR, weight_decay=0.1, momentum=0.9, eps=1e-6, adamw_lr=LR),
 }
 
 
@@ -71,6 +73,8 @@ class Leg:
     policy: str
     stop: int
     accumulate: int = 1
+    copies: int = 1
+    ownership: Ownership = "flat"
 
 
 @dataclass
@@ -113,14 +117,16 @@ def make_rank(
     accumulate: int = 1,
     *,
     frozen: tuple[str, ...] = (),
+    copies: int = 1,
+    ownership: Ownership = "flat",
 ) -> Rank:
     module = build(model)
     for name in frozen:
         module.get_parameter(name).requires_grad_(False)
     engine = ShardingEngine(
         module,
-        policy=find_policy(policy, bucket_bytes=4096),
-        groups=mesh.data_groups(),
+        policy=find_policy(policy, bucket_bytes=4096, ownership=ownership),
+        groups=data_groups(mesh, copies),
         device=torch.device("cpu"),
     )
     registry.install(module, engine, dropout_kind="stateless")
@@ -160,7 +166,8 @@ def load(rank: Rank, path: Path) -> int:
 
 
 def run_leg(mesh: Any, model: str, optimizer: str, leg: Leg, root: Path, first: int) -> dict[str, Any]:
-    rank = make_rank(mesh, model, optimizer, leg.policy, leg.accumulate)
+    shape = {"copies": leg.copies, "ownership": leg.ownership}
+    rank = make_rank(mesh, model, optimizer, leg.policy, leg.accumulate, **shape)
     read = load(rank, root / folder.step_name(first)) if first else 0
     losses, samples = [], []
     while rank.state.step < leg.stop:

@@ -25,6 +25,16 @@ NUM_STEPS = 6
 CHAINS = {
     "awkward-adamw": ("awkward", "adamw", [Leg(4, "zero2", 2), Leg(2, "zero3", 4), Leg(3, "zero1", 6)]),
     "gpt-adamw": ("gpt", "adamw", [Leg(4, "zero3", 1, 2), Leg(2, "ddp", 3, 2), Leg(3, "zero3", 6, 2)]),
+    "gpt-muon": (
+        "gpt",
+        "muon",
+        [Leg(4, "zero3", 2, 2, 2, "whole"), Leg(2, "ddp", 4, 2), Leg(3, "zero1", 6, 2, 1, "whole")],
+    ),
+    "awkward-copies": (
+        "awkward",
+        "adamw",
+        [Leg(4, "zero3", 2, copies=2), Leg(3, "zero2", 4, ownership="whole"), Leg(2, "zero1", 6, copies=2)],
+    ),
     "statistics-sgd": ("statistics", "sgd", [Leg(3, "ddp", 3), Leg(1, "zero1", 4), Leg(4, "zero3", 6)]),
 }
 
