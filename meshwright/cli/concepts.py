@@ -113,8 +113,8 @@ plan.hsdp = P.""",
         """\
 Flat shards cut parameters anywhere. With plan.ownership = "whole" each parameter is updated by one rank: its
 gradient is reduced to the owner, its weights are broadcast from there, ahead of use. The bytes are those of
-flat shards in the mean; owners are balanced greedily, the largest parameter first; the run header says how well.
-Needed by optimizers that look at whole matrices (muon).""",
+flat shards in the mean. Owners are balanced greedily, the largest parameter first; the run header says how
+well. Needed by optimizers that look at whole matrices (muon).""",
         """\
   flat    rank 0  ████████████│            whole   rank 0  ███ w1 ███   ██ w4 ██
           rank 1              │████████    rank 1  ████ w2 ████  █ w3 █""",
