@@ -126,7 +126,7 @@ well. Needed by optimizers that look at whole matrices (muon).""",
         """\
 The momentum of each matrix is brought near the closest orthogonal matrix by five Newton-Schulz steps, so
 that every direction of the update weighs alike. It needs the whole matrix: plan.zero = 0, or plan.ownership =
-"whole". Embeddings, heads and vectors are AdamW's, with train.optimizer.adamw_lr. One moment a matrix, not two.""",
+"whole". Embeddings, heads and vectors are AdamW's, with train.optimizer.adamw_lr. One moment a matrix.""",
         """\
   singular values of the momentum   1.0  0.4  0.1  0.02
   of the update                     0.9  1.1  0.8  0.9      ax + bx³ + cx⁵, five times""",
