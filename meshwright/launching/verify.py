@@ -192,7 +192,8 @@ def verify_config(resolved: Resolved, *, processes: int, steps: int, is_cut: boo
     plan = plan_of(config, world_size=processes)
     name = config.model.source.removeprefix("preset:")
     if not config.model.source.startswith("preset:"):
-        model = f"{name}, as its function makes it, {steps} steps"
+        how = "as its function makes it" if name.startswith("py:") else "as it is configured"
+        model = f"{name}, {how}, {steps} steps"
     elif is_cut:
         model = f"{name}, depth, width and vocab cut, same code path, {steps} steps   (--full: real size)"
     else:

@@ -33,7 +33,8 @@ def eps_override(config: RunConfig) -> list[str]:
 def cut_overrides(config: RunConfig, *, processes: int) -> list[str]:
     """Texts `a.b=c` that cut the model, the sequence and the batch of `config` for `processes` ranks.
 
-    A user's module (`py:`) stays as its function builds it; its batch is cut alike.
+    A user's module (`py:`) stays as its function builds it, a model of Hugging Face (`hf:`) as it is configured; their
+    batch is cut alike.
     """
     known = config.model.source.startswith("preset:")
     return [*(_model_sizes(config) if known else []), *_batch_sizes(config, processes)]

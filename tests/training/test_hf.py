@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 import meshwright
 from meshwright.adapt.float64 import float64_throughout
 from meshwright.errors import ConfigError
+from meshwright.launching.verify import job_of
 from meshwright.layout.policy import find_policy
 from meshwright.models.hf_loss import causal_lm_loss
 from meshwright.sharding.engine import ShardingEngine
@@ -27,6 +28,8 @@ from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 from meshwright.training.task import make_task
 from meshwright.training.tree import cast_batch
+from meshwright.verification.job import Functions
+from tests.parity.verifying import Verifier
 from tests.training.hf_models import FAMILIES, SIZES, Samples, save
 
 NUM_SAMPLES = 8
@@ -98,7 +101,7 @@ def _unwrapped(family: str) -> tuple[float, dict[str, Tensor], float]:
 def test_loss_and_gradients_are_those_of_the_unwrapped_class(family: str, policy: str, ranks) -> None:
     loss, gradients, own = _unwrapped(family)
     assert own == pytest.approx(loss, rel=1e-12)
-    answers = ranks.run(_rank, 2, family, policy)
+    answers = ranks.run(_rank, 2, family, policy, timeout=300.0)
     norm = float(torch.stack([g.square().sum() for g in gradients.values() if g is not None]).sum().sqrt())
     covered = dict.fromkeys(gradients, 0)
     for value, count, pieces in answers:
@@ -156,14 +159,25 @@ def test_labels_are_shifted_once_and_padding_does_not_count() -> None:
     assert torch.allclose(padded[0], parts[0][0] + parts[1][0], rtol=1e-12)
 
 
-@pytest.mark.parametrize(("family", "plan"), [("llama", "zero=3"), ("bert", "zero=1")])
-def test_verify_passes(family: str, plan: str, monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_verify_passes_with_pretrained_weights(family: str, ranks, tmp_path) -> None:
     save(family, tmp_path)
     build, loss = meshwright.hf(str(tmp_path), init="pretrained")
-    result = meshwright.verify(build, loss, Samples(family), plan=plan, processes=2, steps=2)
-    assert result.ok, result.table()
-    assert result.check("gradients").compared >= 2 * len(list(build.skeleton().parameters())) - 2
+    jobs = [
+        job_of(
+            Functions(build, loss, Samples(family)),
+            plan=f"zero={zero},micro_batch=2",
+            processes=2,
+            options={"steps": 2},
+        )
+        for zero in (1, 3)
+    ]
+    with Verifier(ranks) as verifier:
+        prepared = verifier.prepare(jobs[0])
+        for job in jobs:
+            result = verifier.run(prepared, plan=job.plan)
+            assert result.ok, result.table()
+            assert result.check("parameters").compared >= 2 * len(list(build.skeleton().parameters()))
 
 
 OVERRIDES = [f"model.{name}={value}" for name, value in SIZES["llama"].items() if name != "vocab_size"]

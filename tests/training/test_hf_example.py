@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_llama.py"
 def run(folder: Path, *arguments: str) -> tuple[float, float]:
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLE), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     match = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+) on 2 processes\n", done.stdout)
     assert match, done.stdout

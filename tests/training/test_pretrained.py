@@ -126,7 +126,7 @@ def test_a_rank_reads_what_it_holds(policy: str, folders, ranks, tmp_path) -> No
     total = sum(p.numel() for p in parameters.values())
     covered = {name: torch.zeros(p.numel()) for name, p in parameters.items()}
     again = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
-    for values, read, held in ranks.run(_shards, 2, str(folders["llama"]), policy):
+    for values, read, held in ranks.run(_shards, 2, str(folders["llama"]), policy, timeout=300.0):
         for name, start, value in values:
             assert torch.equal(value, parameters[name][start : start + len(value)]), name
             covered[name][start : start + len(value)] += 1
