@@ -129,6 +129,35 @@ def test_stopped_twice_a_run_goes_on_as_if_it_never_had(ranks, tmp_path):
     assert names == ["step-00000008", "step-00000006", "step-00000004"]
 
 
+def test_copies_and_whole_ownership_are_only_layouts_too(ranks, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks.run(train, 1, whole, ["save.every=end"])
+    ranks.run(train, 4, parts, ["plan.zero=3", "plan.hsdp=2"], None, 3)
+    ranks.run(train, 3, parts, ["plan.zero=1", "plan.ownership=whole"], auto(parts), 5)
+    ranks.run(train, 4, parts, ["plan.zero=2", "plan.hsdp=2", "plan.micro_batch=1"], auto(parts), 7)
+    (last,) = ranks.run(train, 1, parts, ["save.background=false"], auto(parts))
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-12)
+    assert last["result"]["resumed_from"].endswith("step-00000006")
+
+
+@pytest.mark.parametrize(
+    "precision", [["plan.precision=bf16", "plan.offload=optimizer"], ["plan.precision=fp16"]], ids=str
+)
+def test_masters_and_loss_scale_go_on_to_the_bit(ranks, tmp_path, precision):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    given = [*precision, "plan.zero=3"]
+    ranks.run(train, 2, whole, [*given, "save.every=end"])
+    ranks.run(train, 2, parts, given, None, 5)
+    ranks.run(train, 2, parts, given, auto(parts))
+    assert losses(parts) == losses(whole)
+    scales = [json.loads(line)["loss_scale"] for line in (parts / "metrics.jsonl").read_text().splitlines()]
+    assert scales == [
+        json.loads(line)["loss_scale"] for line in (whole / "metrics.jsonl").read_text().splitlines()
+    ]
+    saved = folder.read_manifest(parts / "ckpt" / "step-00000008")
+    assert {tensor.dtype for tensor in saved.model.values()} == {"float32"}
+
+
 def test_a_damaged_newest_is_named_and_the_previous_one_taken(ranks, tmp_path):
     ranks.run(train, 2, tmp_path, [], None, 4)
     newest = tmp_path / "ckpt" / "step-00000004"
