@@ -14,7 +14,7 @@ from meshwright.cli.train import require_torch
 from meshwright.errors import EXIT_VERIFY_FAILED
 
 
-def verify(
+def verify(  # noqa: PLR0913  (typer makes an option of each parameter)
     source: Annotated[
         str, typer.Argument(help="run.toml, py:module:function, or a run folder's plan.lock.json.")
     ],
@@ -28,13 +28,18 @@ def verify(
     ] = "fp64",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="Keep the sizes of a known architecture.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Also let another layout go on from a checkpoint of the candidate.")
+    ] = True,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Compare a parallel run with one device; name the first wrong tensor."""
     require_torch()
     from meshwright.launching.verify import SourceOptions, verify_source
 
-    options = SourceOptions(plan=plan, processes=processes, precision=precision, steps=steps, full=full)
+    options = SourceOptions(
+        plan=plan, processes=processes, precision=precision, steps=steps, full=full, resume=resume
+    )
     with stdout_to_stderr(active=json_output):
         result = verify_source(source, options)
     if json_output:

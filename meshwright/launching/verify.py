@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,9 +27,10 @@ from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.training.config import Resolved, RunConfig, load_config
 from meshwright.training.planning import local_world_size, plan_of
 from meshwright.verification.cut import cut_overrides, eps_override
-from meshwright.verification.job import Functions, RankReport, Reference, VerifyJob
+from meshwright.verification.job import Functions, Handover, RankReport, Reference, VerifyJob
 from meshwright.verification.judge import judge
 from meshwright.verification.result import VerifyResult
+from meshwright.verification.resumed import resume_check, resumed_job
 from meshwright.verification.signatures import Sizes
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class VerifyOptions(TypedDict, total=False):
         optimizer: `adamw` (default), `adam`, `sgd` or `muon`.
         clip_norm: largest global gradient norm, default 1.0; 0 does not clip. It is lowered so that it acts.
         seed: of weights and sample order, default 0.
+        resume: whether another layout also goes on from a checkpoint of the candidate; default: yes, where the
+            candidate itself is right.
         inject: commits a fault on every candidate rank before training; see `CandidateRank`.
     """
 
@@ -70,6 +73,7 @@ class VerifyOptions(TypedDict, total=False):
     optimizer: Literal["adamw", "adam", "sgd", "muon"]
     clip_norm: float
     seed: int
+    resume: bool
     inject: Callable[[CandidateRank], None]
 
 
@@ -83,6 +87,7 @@ class SourceOptions:
         precision: `fp64`, `fp32`, `bf16` or `fp16`.
         steps: optimizer steps to compare.
         full: keep the sizes of a known architecture.
+        resume: whether another layout also goes on from a checkpoint of the candidate.
     """
 
     plan: str = ""
@@ -90,6 +95,7 @@ class SourceOptions:
     precision: str = "fp64"
     steps: int = DEFAULT_STEPS
     full: bool = False
+    resume: bool = True
 
 
 def verify(
@@ -123,7 +129,8 @@ def verify(
         WorkerError: a process died or raised.
     """
     job = job_of(Functions(build, loss, data), plan=plan, processes=processes, options=options)
-    return run_job(job, model=f"as build() makes it, {job.steps} steps")
+    resume = options.get("resume", True)
+    return run_job(job, model=f"as build() makes it, {job.steps} steps", resume=resume)
 
 
 def job_of(functions: Functions, *, plan: str, processes: int, options: VerifyOptions) -> VerifyJob:
@@ -183,11 +190,23 @@ def verify_loaded(load: Callable[[Sequence[str]], Resolved], options: SourceOpti
     overrides.append(f"plan.processes={processes}")
     cut = [] if options.full else cut_overrides(first, processes=processes)
     resolved = load([*overrides, *cut, *eps_override(first)])
-    return verify_config(resolved, processes=processes, steps=options.steps, is_cut=bool(cut))
+    return verify_config(
+        resolved, processes=processes, steps=options.steps, is_cut=bool(cut), resume=options.resume
+    )
 
 
-def verify_config(resolved: Resolved, *, processes: int, steps: int, is_cut: bool) -> VerifyResult:
-    """Compare the run that `resolved` describes, as it stands; `is_cut` is only said in the result."""
+def verify_config(
+    resolved: Resolved, *, processes: int, steps: int, is_cut: bool, resume: bool
+) -> VerifyResult:
+    """Compare the run that `resolved` describes, as it stands.
+
+    Args:
+        resolved: the run.
+        processes: candidate ranks.
+        steps: optimizer steps to compare.
+        is_cut: only said in the result.
+        resume: whether another layout also goes on from a checkpoint of the candidate.
+    """
     config = resolved.config
     plan = plan_of(config, world_size=processes)
     name = config.model.source.removeprefix("preset:")
@@ -198,28 +217,30 @@ def verify_config(resolved: Resolved, *, processes: int, steps: int, is_cut: boo
         model = f"{name}, depth, width and vocab cut, same code path, {steps} steps   (--full: real size)"
     else:
         model = f"{name}, real size, {steps} steps"
-    return run_job(VerifyJob(config=config, plan=plan, steps=steps), model=model)
+    return run_job(VerifyJob(config=config, plan=plan, steps=steps), model=model, resume=resume)
 
 
-def run_job(job: VerifyJob, *, model: str) -> VerifyResult:
+def run_job(job: VerifyJob, *, model: str, resume: bool = True) -> VerifyResult:
     """Run the reference and the candidate of `job` on local processes and judge.
 
     Args:
         job: what to compare.
         model: words for the result.
+        resume: whether another layout also goes on from a checkpoint of the candidate, if that is right.
     """
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
+    handover = Handover(folder / "checkpoint", job.steps - 1) if resume else None
     try:
-        call = cloudpickle.dumps(job)
-        target = partial(_reference, call, folder / _TENSORS)
+        target = partial(_reference, cloudpickle.dumps(job), folder / _TENSORS)
         reference: Reference = run_local(target, processes=1, run_dir=folder / "reference")[0]
-        world_size = job.plan.mesh.world_size
-        ranks: list[RankReport] = run_local(
-            partial(_candidate, call, reference, folder / _TENSORS),
-            processes=world_size,
-            run_dir=folder / "candidate",
-        )
+        ranks = _measure(job, reference, folder, save=handover)
+        result = result_of(job, reference, ranks, model=model, seconds=0.0)
+        if handover is not None and result.ok:
+            other = resumed_job(job)
+            loaded = _measure(other, reference, folder, load=handover)
+            check = resume_check(job, other, reference, loaded, after=handover.step)
+            result = replace(result, checks=(*result.checks, check))
     except WorkerError:
         (folder / _TENSORS).unlink(missing_ok=True)
         raise
@@ -227,7 +248,23 @@ def run_job(job: VerifyJob, *, model: str) -> VerifyResult:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    return result_of(job, reference, ranks, model=model, seconds=time.perf_counter() - started)
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+def _measure(
+    job: VerifyJob,
+    reference: Reference,
+    folder: Path,
+    *,
+    save: Handover | None = None,
+    load: Handover | None = None,
+) -> list[RankReport]:
+    """What the ranks of `job` measured, on local processes."""
+    return run_local(
+        partial(_candidate, cloudpickle.dumps(job), reference, folder / _TENSORS, (save, load)),
+        processes=job.plan.mesh.world_size,
+        run_dir=folder / ("candidate" if load is None else "resumed"),
+    )
 
 
 def result_of(
@@ -310,10 +347,17 @@ def _reference(call: bytes, path: Path, _world: World, _context: WorkerContext) 
 
 
 def _candidate(
-    call: bytes, reference: Reference, path: Path, world: World, context: WorkerContext
+    call: bytes,
+    reference: Reference,
+    path: Path,
+    handovers: tuple[Handover | None, Handover | None],
+    world: World,
+    context: WorkerContext,
 ) -> RankReport:
     """The target of the candidate's workers."""
     # Imported here because it needs torch, which a launcher must not load.
     from meshwright.verification.candidate import run_candidate
 
-    return run_candidate(pickle.loads(call), reference, path, world=world, run_dir=context.run_dir)
+    save, load = handovers
+    job, run_dir = pickle.loads(call), context.run_dir
+    return run_candidate(job, reference, path, world=world, run_dir=run_dir, save=save, load=load)

@@ -37,8 +37,8 @@ from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, train_step
 from meshwright.training.task import Task, check_same_model
 from meshwright.training.tree import cast_batch
-from meshwright.verification.contributions import Contributions
-from meshwright.verification.job import RankReport, Reference, Samples, VerifyJob
+            if save is not None and save.step == step:
+                save_rank(self._rank, save)
 from meshwright.verification.observe import ModuleObserver
 from meshwright.verification.rank import CandidateRank
 from meshwright.verification.sources import GradientSamples
@@ -50,9 +50,25 @@ _WATCHDOG_SECONDS = 120.0
 
 
 def run_candidate(
-    job: VerifyJob, reference: Reference, path: Path, *, world: World, run_dir: Path
+    job: VerifyJob,
+    reference: Reference,
+    path: Path,
+    *,
+    world: World,
+    run_dir: Path,
+    save: Handover | None = None,
+    load: Handover | None = None,
 ) -> RankReport:
     """Train as one rank of `world` and measure against the reference in the file `path`.
+
+    Args:
+        job: what is trained.
+        reference: what it is held against.
+        path: the reference's tensors.
+        world: who this process is.
+        run_dir: folder for logs and rings.
+        save: where a checkpoint is left on the way.
+        load: the checkpoint from which it starts; None: from the beginning.
 
     Raises:
         MeshwrightError: as training raises.
@@ -63,14 +79,22 @@ def run_candidate(
     try:
         with Watchdog(log, limit_seconds=_WATCHDOG_SECONDS, folder=run_dir, world_size=world.size):
             groups = Mesh(job.plan.mesh, world, log=log, device=device).data_groups()
-            return measure_rank(job, reference, path, groups=groups)
+            return measure_rank(job, reference, path, groups=groups, save=save, load=load)
     finally:
         disconnect()
 
 
-def measure_rank(job: VerifyJob, reference: Reference, path: Path, *, groups: DataGroups) -> RankReport:
+def measure_rank(
+    job: VerifyJob,
+    reference: Reference,
+    path: Path,
+    *,
+    groups: DataGroups,
+    save: Handover | None = None,
+    load: Handover | None = None,
+) -> RankReport:
     """What `run_candidate` does, on ranks that are connected already."""
-    return _Candidate(job, reference, path, groups=groups).run()
+    return _Candidate(job, reference, path, groups=groups).run(save, load)
 
 
 def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: float | None) -> CandidateRank:
@@ -153,8 +177,9 @@ class _Candidate:
         self._broken_ties: dict[tuple[str, ...], int] = {}
         self._microbatch = 0
 
-    def run(self) -> RankReport:
+    def run(self, save: Handover | None, load: Handover | None) -> RankReport:
         """Train all steps, or up to one that is not finite."""
+        first = 0 if load is None else load.step
         if self._reference.loss_scale is not None:
             state = self._rank.state
             state.loss_scale = LossScale(self._reference.loss_scale)
@@ -164,8 +189,12 @@ class _Candidate:
                 loss=self._rank.loss,
                 num_microbatches=self._rank.num_microbatches,
             )
-        self._compare_state(0)
-        for step in range(1, self._job.steps + 1):
+        if load is not None:
+            load_rank(self._rank, load)
+        self._compare_state(first)
+        if save is not None and save.step == first:
+            save_rank(self._rank, save)
+        for step in range(first + 1, self._job.steps + 1):
             result = self._step(step)
             if not result.applied:
                 break
@@ -173,6 +202,8 @@ class _Candidate:
             self._compare_state(step)
             for name, buffer in self._rank.engine.model.named_buffers():
                 self._comparer.compare(("buffers", step, -1, name), buffer)
+            if save is not None and save.step == step:
+                save_rank(self._rank, save)
         else:
             self._compare_optimizer(self._job.steps)
         return RankReport(

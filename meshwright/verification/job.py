@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.layout.plan import TrainPlan
@@ -48,6 +49,19 @@ class VerifyJob:
     steps: int
     functions: Functions | None = None
     inject: Callable[[CandidateRank], None] | None = None
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A checkpoint between two runs of a comparison.
+
+    Attributes:
+        folder: of checkpoints.
+        step: after which it is written.
+    """
+
+    folder: Path
+    step: int
 
 
 # Samples of one micro-step: (dataset index, digest of the sample's content).

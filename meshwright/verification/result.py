@@ -20,6 +20,8 @@ CHECK_NAMES = (
     "ties",
     "counts",
 )
+# Of a run on another layout, where one was made: see `verification/resumed.py`.
+RESUME_CHECK = "resume"
 # Order in which one step makes what the checks look at.
 EXECUTION_ORDER = (
     "data",
@@ -106,7 +108,7 @@ class Check:
     """One line of the result.
 
     Attributes:
-        name: of `CHECK_NAMES`.
+        name: of `CHECK_NAMES`, or `RESUME_CHECK`.
         ok: whether everything agreed.
         compared: tensors (or samples, or counts) compared.
         num_wrong: how many of them are wrong.

@@ -69,9 +69,11 @@ def test_what_is_right_passes(case):
         optimizer=case["optimizer"],
         precision=case["precision"],
         steps=2,
+        resume=case["zero"] == 3,
     )
     assert result.ok, result.table()
-    names = ("data", "loss", "activations", "gradients", "grad_norm", "parameters", "replicas")
+    names = ["data", "loss", "activations", "gradients", "grad_norm", "parameters", "replicas"]
+    names += ["resume"] * (case["zero"] == 3)
     assert all(result.check(name).compared > 0 for name in names)
     limit = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}[case["precision"]]
     assert max(check.worst_relative for check in result.checks) < limit
@@ -85,6 +87,31 @@ def failing(inject, **options):
     result = meshwright.verify(build, loss, data, processes=2, inject=inject, **options)
     assert not result.ok, result.table()
     return result
+
+
+def forget_moments(rank):
+    rank.state.optimizer.state_of = lambda shard: {}
+
+
+def forget_the_step(rank):
+    state_of = rank.state.optimizer.state_of
+
+    def one_behind(shard):
+        state = state_of(shard)
+        return {slot: value - 1 if slot == "step" else value for slot, value in state.items()}
+
+    rank.state.optimizer.state_of = one_behind
+
+
+@pytest.mark.parametrize("inject", [forget_moments, forget_the_step], ids=lambda inject: inject.__name__)
+def test_what_a_checkpoint_loses_is_found(inject):
+    result = failing(inject, plan="zero=1")
+    assert [check.name for check in result.checks if not check.ok] == ["resume"]
+    wrong = result.first_wrong
+    assert (wrong.check, wrong.step) == ("parameters", 3)
+    table = result.table()
+    assert "what was saved, or what was loaded, is not" in table
+    assert result.to_json()["checks"][-1]["name"] == "resume"
 
 
 def one_element_sites():
@@ -201,7 +228,7 @@ def test_a_bare_scalar_that_is_a_mean_over_samples():
     def loss(model, batch):
         return nn.functional.cross_entropy(model(batch["x"]), batch["label"].clamp(min=0))
 
-    assert meshwright.verify(Net, loss, Rows(), processes=2, steps=1).ok
+    assert meshwright.verify(Net, loss, Rows(), processes=2, steps=1, resume=False).ok
 
 
 @pytest.mark.parametrize(
@@ -237,8 +264,9 @@ def test_memory_stays_within_twice_of_both_runs():
     def loss(model, batch):
         return model(batch["x"]).square().sum(), len(batch["x"])
 
-    small = meshwright.verify(lambda: nn.Linear(6, 2), loss, Rows(), plan="zero=0", processes=2, steps=1)
-    result = meshwright.verify(build, loss, Rows(), plan="zero=0", processes=2, steps=1)
+    given = {"plan": "zero=0", "processes": 2, "steps": 1, "resume": False}
+    small = meshwright.verify(lambda: nn.Linear(6, 2), loss, Rows(), **given)
+    result = meshwright.verify(build, loss, Rows(), **given)
     assert result.ok, result.table()
     state_bytes = 4 * 8 * layers * width * width
     for name, copies in (("reference", 1), ("candidate", 2)):
