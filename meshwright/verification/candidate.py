@@ -37,8 +37,9 @@ from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, train_step
 from meshwright.training.task import Task, check_same_model
 from meshwright.training.tree import cast_batch
-            if save is not None and save.step == step:
-                save_rank(self._rank, save)
+from meshwright.verification.contributions import Contributions
+from meshwright.verification.handover import load_rank, save_rank
+from meshwright.verification.job import Handover, RankReport, Reference, Samples, VerifyJob
 from meshwright.verification.observe import ModuleObserver
 from meshwright.verification.rank import CandidateRank
 from meshwright.verification.sources import GradientSamples
