@@ -104,7 +104,8 @@ def device_peak(device: torch.device, precision: str) -> Peak | None:
         if machine is None or precision not in machine.flops:
             return None
         return Peak(machine.flops[precision], f"{machine.name} {precision} dense, from the table")
-    return _measured_peak(precision)
+    # torch has no fp16 product worth the name on CPUs: a share of its rate would say nothing.
+    return None if precision == "fp16" else _measured_peak(precision)
 
 
 def _measured_peak(precision: str) -> Peak:

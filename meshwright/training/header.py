@@ -65,8 +65,8 @@ def owners_line(units: Sequence[Unit]) -> str:
 def skipped_line(step: int, scale: LossScale) -> str:
     """A step that was left out; `scale` is what follows it."""
     return (
-        f"skip   step {step}: fp16 gradients overflowed, no update; loss scale {2 * scale.value:,g} → "
-        f"{scale.value:,g} ({scale.skipped} skipped so far)"
+        f"skip   step {step}: fp16 gradients overflowed, no update; loss scale {2 * scale.value:,.0f} → "
+        f"{scale.value:,.0f} ({scale.skipped} skipped so far)"
     )
 
 
@@ -97,7 +97,9 @@ def memory_line(
             optimizer.state_bytes(),
         ),
     }
-    rows["in host memory"] = (predicted.host, held["host"])
+    if plan.offload == "optimizer":
+        state = rows.pop("optimizer")
+        rows["host: masters, gradients, optimizer"] = (predicted.host + state[0], held["host"] + state[1])
     parts = [f"{name} {a / _MIB:.2f} / {b / _MIB:.2f}" for name, (a, b) in rows.items() if a or b]
     return f"memory a rank, predicted / measured MiB: {' · '.join(parts)}"
 
