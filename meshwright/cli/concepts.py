@@ -41,6 +41,46 @@ None of it changes the result: loss and weights are those of one device.""",
         ("axis", "mesh", "dp", "tp", "pp", "cp", "ep"),
     ),
     Concept(
+        "bf16",
+        "16-bit weights, float32 masters",
+        """\
+Forward and backward compute with 16-bit weights; the optimizer updates a float32 copy, the master.
+A bf16 weight has 8 bits: an update below 1/256 of it would be lost, and a sum of 300 ones would be 256.
+So what is summed is float32: gradients over micro-steps and over ranks, moments, masters.
+Weights travel in 16 bits. Buffers and batch normalisation stay float32. Set plan.precision = "bf16".""",
+        """\
+  master (4 bytes)  --cast-->  weight (2)  --forward, backward-->  gradient (2)
+       ^                                                              |
+       +---- Adam (4 + 4) <---- sum over ranks (4) <---- sum over micro-steps (4)""",
+        ("mixed precision", "precision", "masters", "bfloat16"),
+    ),
+    Concept(
+        "fp16",
+        "16-bit floats with a small range, and the loss scale that keeps gradients in it",
+        """\
+fp16 holds 6e-8 to 65,504. Gradients below become zero, so the loss is multiplied by a power of two before
+backward and the gradient divided by it afterwards. If a gradient overflows anywhere, all ranks leave the
+step out and halve the scale; after 2,000 good steps it doubles. The skipped samples are used up, the
+optimizer counts no step.
+bf16 has the range of float32 and needs none of it. Set plan.precision = "fp16".""",
+        """\
+  scale 65,536   step 1 ok   step 2 inf -> skipped, 32,768   step 3 ok ... 2,000 ok -> 65,536
+  agreed by the norm in the step's one reduction: a scale of its own on a rank would let replicas drift""",
+        ("loss scale", "loss scaling", "gradscaler", "float16"),
+    ),
+    Concept(
+        "offload",
+        "the optimizer's state in host memory",
+        """\
+Masters and moments, in bf16 12 of 18 bytes a parameter, are needed once a step. In host memory they cost copies:
+gradients go down bucket by bucket during backward, updated weights go up while the next bucket is updated.
+The result is the same bit for bit. On CPU processes it brings nothing. Set plan.offload = "optimizer".""",
+        """\
+  device  weights, gradients      | grad b0 down | grad b1 down |            | weights b0 up |
+  host    masters, moments                                  | update b0  | update b1 |""",
+        ("cpu offload", "zero offload"),
+    ),
+    Concept(
         "ddp",
         "data parallel: every rank holds everything, gradients are summed",
         """\
