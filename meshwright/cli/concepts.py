@@ -73,7 +73,7 @@ bf16 has the range of float32 and needs none of it. Set plan.precision = "fp16".
         "the optimizer's state in host memory",
         """\
 Masters and moments, in bf16 12 of 18 bytes a parameter, are needed once a step. In host memory they cost
-copies: gradients go down bucket by bucket during backward, updated weights go up while the next bucket is updated.
+copies: gradients go down by bucket during backward, weights go up while the next bucket is updated.
 The result is the same bit for bit. On CPU processes it brings nothing. Set plan.offload = "optimizer".""",
         """\
   device  weights, gradients      | grad b0 down | grad b1 down |            | weights b0 up |
