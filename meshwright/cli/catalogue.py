@@ -242,6 +242,13 @@ CATALOGUE = (
         "Take an algorithm that the message names; meshwright draw --collective NAME shows each.",
     ),
     CodeEntry(
+        "E221",
+        "collective algorithms that do not serve this plan",
+        "plan.sync names the algorithms of collectives. A tree has no reduce-scatter, so it serves plan.zero = 0 and "
+        "whole ownership; a hierarchical all-reduce serves plan.zero = 0. On GPUs the collectives are NCCL's.",
+        "Take a plan.sync that the message names, or plan.zero=0.",
+    ),
+    CodeEntry(
         "E230",
         "a pipeline schedule that does not exist",
         "No schedule has this name, or its numbers make none: ranks, micro-batches and chunks are at least 1, and only "

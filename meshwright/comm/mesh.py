@@ -18,6 +18,7 @@ import torch.distributed as dist
 from meshwright.comm.log import CommLog
 from meshwright.comm.ops import DataGroups, Group, alone
 from meshwright.comm.transports.base import Transport
+from meshwright.comm.transports.exchange import Choice, ExchangeTransport
 from meshwright.comm.transports.gloo import GlooTransport
 from meshwright.comm.transports.nccl import NcclTransport
 from meshwright.errors import PlanError, WorkerError
@@ -32,6 +33,7 @@ class World:
         rank: global rank.
         size: number of processes.
         local_rank: rank on this host.
+        local_size: number of processes on a host; hosts with fewer come last.
         address: host of rank 0's store.
         port: its port.
         attempt: number of restarts so far (torchrun's elastic agent); keeps attempts' store keys apart.
@@ -42,6 +44,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
     address: str = "127.0.0.1"
     port: int = 0
     attempt: int = 0
@@ -57,6 +60,7 @@ def world_of(environment: Mapping[str, str]) -> World:
             rank=int(environment["RANK"]),
             size=int(environment["WORLD_SIZE"]),
             local_rank=int(get("LOCAL_RANK", "0")),
+            local_size=int(get("LOCAL_WORLD_SIZE", "1")),
             address=get("MASTER_ADDR", "127.0.0.1"),
             port=int(get("MASTER_PORT", "29500")),
             attempt=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
@@ -70,6 +74,7 @@ def world_of(environment: Mapping[str, str]) -> World:
             rank=int(environment["SLURM_PROCID"]),
             size=int(environment["SLURM_NTASKS"]),
             local_rank=int(get("SLURM_LOCALID", "0")),
+            local_size=int(get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]),
             address=get("MASTER_ADDR", first_slurm_host(hosts)),
             # One port a job, the same on every node without asking anybody.
             port=int(get("MASTER_PORT", str(15000 + job % 20000))),
@@ -139,6 +144,7 @@ class Mesh:
         log: where operations are recorded.
         device: where tensors live; decides the transport.
         axis_sets: groups to make, name to axes; every rank must ask for the same ones in the same order.
+        algorithms: collective to algorithm (see `layout/sync.py`); the others are the transport's own.
     """
 
     def __init__(
@@ -149,6 +155,7 @@ class Mesh:
         log: CommLog,
         device: torch.device,
         axis_sets: Mapping[str, Sequence[str]] | None = None,
+        algorithms: Mapping[str, str] | None = None,
     ) -> None:
         if spec.world_size != world.size:
             sizes = " x ".join(f"{name} {size}" for name, size in spec.sizes().items())
@@ -159,6 +166,13 @@ class Mesh:
         self.device = device
         self.log = log
         self.coordinates = spec.coordinates(world.rank)
+        self._algorithms = dict(algorithms or {})
+        if self._algorithms and device.type != "cpu":
+            raise PlanError(
+                "E221",
+                f"plan.sync runs collectives over messages between CPU processes, and this rank computes on {device}. "
+                f'Set plan.sync="native" on GPUs.',
+            )
         sets = axis_sets or self._data_axes()
         self._groups = {name: self._make_group(name, axes) for name, axes in sets.items()}
 
@@ -198,4 +212,12 @@ class Mesh:
         kind: type[NcclTransport] | type[GlooTransport]
         kind = NcclTransport if self.device.type == "cuda" else GlooTransport
         transport: Transport = kind(process_group, index, len(ranks))
+        if self._algorithms:
+            choice = Choice(self._algorithms, ranks_per_node=self._ranks_per_node(ranks))
+            transport = ExchangeTransport(transport, index, len(ranks), choice)
         return Group(name, ranks, index, transport, self.log)
+
+    def _ranks_per_node(self, ranks: tuple[int, ...]) -> int:
+        """Neighbours of a group that share a host; 1 where they are spread."""
+        hosts = [rank // self.world.local_size for rank in ranks]
+        return max(1, hosts.count(hosts[0])) if hosts == sorted(hosts) else 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.errors import PlanError
 from meshwright.layout.plan import Offload, Precision, TrainPlan
 from meshwright.layout.policy import Ownership, ShardingPolicy, find_policy
+from meshwright.layout.sync import check_sync
 from meshwright.mesh import MeshSpec
 
 
@@ -23,6 +24,7 @@ class PlanRequest:
         bucket_bytes: bucket target; None keeps the policy's.
         hsdp: ranks that share one copy of the model; None: all.
         ownership: `flat` shards cut anywhere, or `whole` parameters on one owner.
+        sync: which algorithms carry out the collectives.
     """
 
     policy: str | int = "ddp"
@@ -33,6 +35,7 @@ class PlanRequest:
     bucket_bytes: int | None = None
     hsdp: int | None = None
     ownership: Ownership = "flat"
+    sync: str = "native"
 
 
 def make_plan(
@@ -48,7 +51,7 @@ def make_plan(
 
     Raises:
         PlanError: E200 (axes against processes), E203 (batch against dp x micro x accumulate), E204 (policy), E210
-            (hsdp against dp) or E211 (nothing to own).
+            (hsdp against dp), E211 (nothing to own) or E221 (sync against policy).
     """
     dp = world_size if request.dp is None else request.dp
     if dp != world_size:
@@ -67,14 +70,17 @@ def make_plan(
         raise _batch_error(global_batch, dp, max(micro_batch, 1))
     policy = find_policy(request.policy, bucket_bytes=request.bucket_bytes, ownership=request.ownership)
     _check_ownership(policy)
+    mesh = _data_mesh(request, policy, dp)
+    check_sync(request.sync, policy, has_copies=mesh.size("dp_replicate") > 1)
     return TrainPlan(
-        mesh=_data_mesh(request, policy, dp),
+        mesh=mesh,
         policy=policy,
         global_batch=global_batch,
         micro_batch=micro_batch,
         num_microbatches=global_batch // (dp * micro_batch),
         precision=request.precision,
         offload=request.offload,
+        sync=request.sync,
     )
 
 

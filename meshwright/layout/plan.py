@@ -27,6 +27,7 @@ class TrainPlan:
         precision: element type of forward and backward; with 16 bits the optimizer's state, the masters it updates
             and sums of gradients are float32.
         offload: what lives in host memory: nothing, or the masters and the optimizer's state.
+        sync: which algorithms carry out the collectives, a name of `layout/sync.py`.
     """
 
     mesh: MeshSpec
@@ -36,6 +37,7 @@ class TrainPlan:
     num_microbatches: int
     precision: Precision = "fp32"
     offload: Offload = "none"
+    sync: str = "native"
 
     def describe(self) -> str:
         """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`; `2 copies of zero3x4`, `whole zero1x2`."""
@@ -44,7 +46,8 @@ class TrainPlan:
         name = f"whole {name}" if self.policy.ownership == "whole" else name
         name = f"{copies} copies of {name}" if copies > 1 else name
         parts = [name, f"micro {self.micro_batch} x accumulate {self.num_microbatches}", self.precision]
-        return " · ".join([*parts, *(["optimizer in host memory"] if self.offload == "optimizer" else [])])
+        parts += ["optimizer in host memory"] if self.offload == "optimizer" else []
+        return " · ".join([*parts, *([f"sync {self.sync}"] if self.sync != "native" else [])])
 
     def to_json(self) -> str:
         """Stable JSON, the inverse of `from_json`."""

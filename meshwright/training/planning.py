@@ -32,6 +32,7 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         bucket_bytes=config.plan.bucket_bytes,
         hsdp=config.plan.hsdp,
         ownership=config.plan.ownership,
+        sync=config.plan.sync,
     )
     plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source

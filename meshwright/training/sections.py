@@ -77,7 +77,7 @@ _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "ep": (1,),
         "recompute": ("none",),
         "transport": ("auto", "gloo", "nccl"),
-        "sync": ("native",),
+        "sync": ("native", "ring", "tree", "hierarchical"),
         "servers": (None,),
         "staleness": (None,),
         "cluster": (None,),
@@ -396,7 +396,7 @@ class PlanConfig(Section):
     transport: Literal["auto", "gloo", "shm", "nccl"] = "auto"
     """What carries the collectives."""
     sync: Literal["native", "ring", "tree", "hierarchical", "parameter_server"] = "native"
-    """Algorithm of the gradient exchange."""
+    """Algorithms of the collectives: the transport's own, or those of `meshwright draw --collective`."""
     servers: Annotated[int, Field(ge=1)] | None = None
     """Parameter servers."""
     staleness: Annotated[int, Field(ge=0)] | None = None

@@ -31,6 +31,7 @@ CASES = (
     ("reduce_scatter", "ring", 1),
     ("all_gather", "ring", 1),
     ("broadcast", "tree", 1),
+    ("reduce", "tree", 1),
     ("all_to_all", "pairwise", 1),
 )
 
@@ -137,6 +138,11 @@ def _run(collective, group, native, numel, dtype, algorithm, ranks_per_node) -> 
         out = torch.empty(whole, dtype=dtype)
         ops.all_gather(out, values(rank, numel, dtype), group, cause="t").wait()
         assert torch.equal(out, torch.cat([values(r, numel, dtype) for r in range(size)])), where
+    elif collective == "reduce":
+        x = values(rank, numel, dtype)
+        ops.reduce(x, group, index=0, cause="t").wait()
+        assert rank > 0 or torch.equal(x, folded("tree", size, 1, numel, dtype)), where
+        whole = numel
     elif collective == "broadcast":
         sent = 0
         for root in {0, size - 1}:

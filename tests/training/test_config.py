@@ -245,7 +245,7 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
         "plan.recompute=every:2",
         'plan.recompute={"layers.*" = "full"}',
         "plan.transport=shm",
-        "plan.sync=ring",
+        "plan.sync=parameter_server",
         "plan.servers=2",
         "plan.staleness=1",
         "plan.cluster=8xh100",

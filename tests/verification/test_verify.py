@@ -82,6 +82,26 @@ def test_what_is_right_passes(case):
     assert result.check("buffers").compared == {"net": 2, "batch_norm": 6}.get(case["subject"], 0)
 
 
+@pytest.mark.parametrize(
+    ("plan", "processes"),
+    [
+        ("sync=ring,zero=3", 3),
+        ("sync=ring,zero=1,hsdp=2", 4),
+        ("sync=tree", 3),
+        ("sync=tree,zero=2,ownership=whole", 2),
+        ("sync=hierarchical", 3),
+    ],
+)
+def test_algorithms_of_the_exchange_compute_the_same(plan, processes):
+    plan = f"{plan},bucket_bytes=4096 bytes"
+    result = meshwright.verify(
+        make_gpt, language_model_loss, Tokens(), plan=plan, processes=processes, steps=2
+    )
+    assert result.ok, result.table()
+    assert result.check("counts").compared > 0
+    assert f"sync {plan.split(',')[0].removeprefix('sync=')}" in result.candidate
+
+
 def failing(inject, **options):
     build, loss, data = SUBJECTS["net"]
     result = meshwright.verify(build, loss, data, processes=2, inject=inject, **options)

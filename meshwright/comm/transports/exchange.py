@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Choice:
         ranks_per_node: neighbouring ranks on one host, for hierarchical.
     """
 
-    algorithms: Mapping[Collective, str]
+    algorithms: Mapping[str, str]
     ranks_per_node: int = 1
 
 
@@ -75,8 +76,11 @@ class ExchangeTransport:
         return self._start("all_reduce", flat, flat)
 
     def reduce(self, tensor: Tensor, index: int) -> Work:
-        """See `Transport`. The inner transport's: no program of the catalogue ends at one rank."""
-        return self._inner.reduce(tensor, index)
+        """See `Transport`."""
+        if "reduce" not in self._choice.algorithms:
+            return self._inner.reduce(tensor, index)
+        flat = tensor.view(-1)
+        return self._start("reduce", flat, flat, root=index)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport`. Sums on the way are kept in `source` if `output` is a slice of it, else in scratch."""
@@ -142,13 +146,19 @@ class ExchangeTransport:
             send=sum(len(step.sends) for step in program), receive=sum(len(step.receives) for step in program)
         )
 
-    def _generate(self, collective: Collective, root: int) -> Generated:
+    def _generate(self, collective: str, root: int) -> Generated:
         name = self._choice.algorithms[collective]
-        return generate(name, collective, self._size, ranks_per_node=self._choice.ranks_per_node, root=root)
+        return generate(
+            name,
+            cast(Collective, collective),
+            self._size,
+            ranks_per_node=self._choice.ranks_per_node,
+            root=root,
+        )
 
     def _start(
         self,
-        collective: Collective,
+        collective: str,
         output: Tensor,
         source: Tensor,
         *,
