@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from meshwright.checkpoint.compare import group_names
 from meshwright.errors import ConfigError
 from meshwright.sharding.memory import Initialiser
 
@@ -200,10 +201,11 @@ def _check(place: str, match: _Match, *, missing: list[str], drawn: bool) -> Non
     if body:
         parts.append(f"{len(body)} without a place in the model: {_patterns(body)}")
     if match.misfits:
-        rows = {
-            f"{pattern(name)} is {list(saved)}, model {list(here)}" for name, saved, here in match.misfits
-        }
-        parts.append(f"{len(match.misfits)} of another shape: {'; '.join(sorted(rows)[:_SHOWN])}")
+        by_shapes: dict[str, list[str]] = {}
+        for name, saved, here in match.misfits:
+            by_shapes.setdefault(f"{list(saved)}, model {list(here)}", []).append(name)
+        rows = [f"{_patterns(names)} {shapes}" for shapes, names in by_shapes.items()]
+        parts.append(f"{len(match.misfits)} of another shape: {'; '.join(rows[:_SHOWN])}")
     if not parts:
         return
     body_prefix = f"{match.prefix}."
@@ -220,15 +222,7 @@ def _check(place: str, match: _Match, *, missing: list[str], drawn: bool) -> Non
     )
 
 
-def pattern(name: str) -> str:
-    """`name` with every number as `*`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
 def _patterns(names: Iterable[str]) -> str:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[pattern(name)] = counts.get(pattern(name), 0) + 1
-    rows = [f"{text} ({count} times)" if count > 1 else text for text, count in counts.items()]
+    rows = group_names(names)
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return ", ".join(rows[:_SHOWN]) + more

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -154,26 +153,26 @@ def _error(folder: Path, **options: Any) -> str:
 
 def test_weights_of_another_model_are_named_in_patterns(tmp_path, folders) -> None:
     text = _error(folders["llama"], sizes={"ffn_dim": 40})
-    assert "6 of another shape: model.layers.*.mlp.down_proj.weight is [32, 44], model [32, 40]; " in text
+    assert "6 of another shape: model.layers.*.mlp." in text
+    assert "model.layers.*.mlp.down_proj.weight [32, 44], model [32, 40]" in text
+    assert "model.layers.*.mlp.{gate_proj,up_proj}.weight [44, 32], model [40, 32]" in text
     text = _error(folders["llama"], sizes={"num_layers": 1})
-    assert re.search(
-        r"9 without a place in the model: model\.layers\.\*\.[\w.]+, .* and 5 more\. Set model", text
-    )
+    assert "9 without a place in the model: model.layers.*.{" in text
+    assert "down_proj" in text
     weights = load_file(folders["llama"] / "model.safetensors")
     for layer in range(2):
         del weights[f"model.layers.{layer}.mlp.up_proj.weight"]
     (tmp_path / "config.json").write_text((folders["llama"] / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors")
-    assert "2 missing: model.layers.*.mlp.up_proj.weight (2 times). Set" in _error(tmp_path)
+    assert "2 missing: model.layers.*.mlp.up_proj.weight. Set" in _error(tmp_path)
 
 
 def test_a_new_head_must_be_asked_for(folders) -> None:
     options = {"task": "sequence_classification"}
     text = _error(folders["bert"], **options)
     assert "missing: " in text
-    assert (
-        "bert.pooler.dense.weight" in text
-    )  # a masked model has none: it belongs to the body, so it is not drawn
+    # A masked model has no pooler: it belongs to the body, so it is not drawn.
+    assert "bert.pooler.dense.{weight,bias}" in text
     folder = folders["gpt2"]
     text = _error(folder, **options)
     assert text.endswith('1 missing: score.weight. Set model.init = "pretrained_body" to draw a new head.')
