@@ -70,8 +70,9 @@ def run_reference(job: VerifyJob, path: Path) -> Reference:
     subject = _inspect(job)
     if subject.is_random:
         check_masks(job)
+    gc.collect()  # hooks refer to their model in circles, and another one is trained now
     recorded, outcome = _record(job, path, subject)
-    gc.collect()  # hooks refer to their model in circles, and a second one is trained now
+    gc.collect()
     tolerances = measure_noise(
         job,
         path,
@@ -298,7 +299,8 @@ class _Runs:
         if nudge is not None:
             run.nudge(nudge)
         run.train(self._clip_norm)
-        gc.collect()
+        del run
+        gc.collect()  # as above
         return {check: _noise_of(check, comparer, precision=self._job.plan.precision) for check in _CHECKS}
 
 

@@ -46,6 +46,7 @@ class UseObserver:
         yield
         units = UnitUses(tuple(self._forwards), tuple(self._backwards), frozenset(self._trained))
         self.seen.append(Uses(units, self._num_statistics))
+        self._clear()  # places hold a graph, which holds parameters, whose hooks hold this: no collector sees that
 
     def _clear(self) -> None:
         self._forwards: list[tuple[str, bool]] = []
