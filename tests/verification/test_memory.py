@@ -25,7 +25,7 @@ from meshwright.verification.subject import batch_of, make_subject, materialise,
 from tests.parity.subjects import Tokens
 from tests.verification.models import Rows
 
-OPTIONS = {"steps": 1, "global_batch": 4}
+OPTIONS = {"steps": 1, "global_batch": 4, "resume": False}
 
 
 def plain_reference(call: bytes, _world: World, _context: Any) -> tuple[int, int]:
