@@ -98,8 +98,8 @@ def _gradient(candidate: CandidateRank, name: str, step: int) -> None:
 def _parameter(candidate: CandidateRank, name: str, step: int) -> None:
     update = candidate.state.optimizer.step
 
-    def spoiling(*, lr: float, used: set[str]) -> None:
-        update(lr=lr, used=used)
+    def spoiling(**arguments: Any) -> None:
+        update(**arguments)
         if candidate.state.step == step - 1:
             for shard in candidate.engine.shards:
                 if shard.name == name:
