@@ -15,6 +15,7 @@ from meshwright.comm.mesh import World, current_world
 from meshwright.comm.watchdog import RunFiles
 from meshwright.launching.jobs import RUN_DIR_VARIABLE, job_name, make_run_dir
 from meshwright.launching.worker import enable_dumps
+from meshwright.layout.plan import Precision
 from meshwright.training.config import RunConfig, load_config
 from meshwright.training.console import Console
 from meshwright.training.job import Job
@@ -39,7 +40,7 @@ class JobOptions(TypedDict, total=False):
     ownership: Literal["flat", "whole"]
     micro_batch: int
     transport: Literal["auto", "gloo", "nccl"]
-    precision: Literal["fp64", "fp32"]
+    precision: Precision
     seed: int
     deterministic: bool
     clip_norm: float
