@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.comm.transports.base import Work
 from meshwright.testing.faults.patching import (
+    LOSS_SUM,
     Agreement,
     Clock,
     Issue,
@@ -86,7 +87,7 @@ def _sum_not_divided(candidate: CandidateRank, _site: Site) -> None:
     agreement = Agreement(candidate)
 
     def make(scale: Method) -> Method:
-        return lambda factor: scale(factor * agreement.values[1])
+        return lambda factor: scale(factor * agreement.count)
 
     patch(candidate.engine, "scale_gradients", make)
 
@@ -190,10 +191,10 @@ def _loss_of_own_rank(candidate: CandidateRank, _site: Site) -> None:
     size = candidate.engine.group.size
 
     def act(message: Message, issue: Issue) -> Work:
-        own = float(message.source[0])
+        own = float(message.source[LOSS_SUM])
 
         def put_back() -> None:
-            message.output[0] = own * size
+            message.output[LOSS_SUM] = own * size
 
         return then(issue(), put_back)
 

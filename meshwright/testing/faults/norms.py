@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright.comm.transports.base import Work
 from meshwright.sharding.engine import sum_of_squares
 from meshwright.testing.faults.patching import (
+    NORM_SQUARED,
     Agreement,
     Issue,
     Message,
@@ -23,8 +24,6 @@ from meshwright.testing.faults.places import gap_of, gaps
 from meshwright.testing.faults.silent import SilentFault, Site
 from meshwright.training.clip import clip_coefficient
 from meshwright.verification.candidate import CandidateRank
-
-_NORM_SQUARED = 2  # its place in what ranks agree on
 
 
 def _clip_by(candidate: CandidateRank, norm: Callable[[Agreement], float]) -> None:
@@ -50,7 +49,7 @@ def _clip_per_shard(candidate: CandidateRank, _site: Site) -> None:
 
 
 def _clip_before_normalising(candidate: CandidateRank, _site: Site) -> None:
-    _clip_by(candidate, lambda agreement: agreement.norm * agreement.values[1])
+    _clip_by(candidate, lambda agreement: agreement.norm * agreement.count)
 
 
 def _norm_from(candidate: CandidateRank, square: Callable[[Tensor], Tensor]) -> None:
@@ -79,10 +78,10 @@ def _norm_in_float32(candidate: CandidateRank, _site: Site) -> None:
 
 def _norm_of_own_shard(candidate: CandidateRank, _site: Site) -> None:
     def act(message: Message, issue: Issue) -> Work:
-        own = float(message.source[_NORM_SQUARED])
+        own = float(message.source[NORM_SQUARED])
 
         def put_back() -> None:
-            message.output[_NORM_SQUARED] = own
+            message.output[NORM_SQUARED] = own
 
         return then(issue(), put_back)
 
@@ -93,10 +92,10 @@ def _norms_averaged(candidate: CandidateRank, _site: Site) -> None:
     size = candidate.engine.group.size
 
     def act(message: Message, issue: Issue) -> Work:
-        message.source[_NORM_SQUARED] = message.source[_NORM_SQUARED].sqrt()
+        message.source[NORM_SQUARED] = message.source[NORM_SQUARED].sqrt()
 
         def average() -> None:
-            message.output[_NORM_SQUARED] = (message.output[_NORM_SQUARED] / size) ** 2
+            message.output[NORM_SQUARED] = (message.output[NORM_SQUARED] / size) ** 2
 
         return then(issue(), average)
 

@@ -17,6 +17,8 @@ from meshwright.testing.faults.silent import Site
 from meshwright.verification.candidate import CandidateRank
 
 Method = Callable[..., Any]
+# Places in what ranks agree on once a step (`training/step.py`, `agree`); the mask of used parameters comes last.
+LOSS_SUM, COUNT, NORM_SQUARED = 0, 1, 4
 Issue = Callable[[], Work]
 
 
@@ -135,7 +137,7 @@ def on_gathers(candidate: CandidateRank, act: Act) -> None:
 
 
 def on_agreement(candidate: CandidateRank, act: Act) -> None:
-    """Hand the one small reduction of each step to `act`: {loss sum, count, squared norm, digests, used mask}."""
+    """Hand the one small reduction of each step to `act`."""
     _tap(candidate, "all_reduce", "step reduction", act)
 
 
@@ -168,7 +170,7 @@ class Agreement:
     """What ranks agreed on in the running step.
 
     Attributes:
-        values: {loss sum, count, squared norm of gradients divided by the expected count, two digests, used mask}.
+        values: the sums over ranks; the norm is of gradients that are divided by the expected count.
     """
 
     def __init__(self, candidate: CandidateRank) -> None:
@@ -184,11 +186,16 @@ class Agreement:
         self.values = payload.tolist()
 
     @property
+    def count(self) -> float:
+        """Valid labels of the step."""
+        return self.values[COUNT]
+
+    @property
     def correction(self) -> float:
         """Divisor over real count: by what gradients and their norm must still be multiplied."""
-        return self._state.divisor / self.values[1]
+        return self._state.divisor / self.count
 
     @property
     def norm(self) -> float:
         """Of the normalised gradient."""
-        return float(self.values[2] ** 0.5) * self.correction
+        return self.values[NORM_SQUARED] ** 0.5 * self.correction

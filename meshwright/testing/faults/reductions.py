@@ -171,12 +171,12 @@ def _gradients_not_cleared(candidate: CandidateRank, site: Site) -> None:
 
 
 def _used_on_every_rank_only(candidate: CandidateRank, _site: Site) -> None:
-    engine, size = candidate.engine, candidate.engine.group.size
+    names, size = candidate.engine.parameter_names, candidate.engine.group.size
     counts: dict[str, float] = {}
 
     def act(message: Message, issue: Issue) -> Work:
         def count() -> None:
-            counts.update(zip(engine.parameter_names, message.output.tolist()[5:], strict=True))
+            counts.update(zip(names, message.output.tolist()[-len(names) :], strict=True))
 
         return then(issue(), count)
 
