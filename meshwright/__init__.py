@@ -19,10 +19,15 @@ _EXPORTS = {
     "train": "meshwright.launching",
     "verify": "meshwright.launching.verify",
 }
-__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "hf", "job", "train", "verify"]
+__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "hf", "job", "launch", "train", "verify"]
+
+# Modules of functions: `meshwright.launch.slurm(...)`.
+_MODULES = {"launch": "meshwright.launching.launch"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import ckpt, config, demo, doctor, draw, explain, learn, train, verify
+from meshwright.cli import ckpt, config, demo, doctor, draw, explain, launch, learn, train, verify
 from meshwright.cli.output import print_error
 from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, MeshwrightError
 
@@ -46,6 +46,7 @@ app.command(name="demo")(demo.demo)
 app.command(name="verify")(verify.verify)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(config.app, name="config")
+app.add_typer(launch.app, name="launch")
 app.command(name="draw")(draw.draw)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="learn")(learn.learn)

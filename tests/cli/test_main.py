@@ -9,7 +9,7 @@ from meshwright import __version__
 from meshwright.cli import main as entry
 from meshwright.errors import DoesNotFitError, WorkerError
 
-VERBS = ["ckpt", "train", "verify", "demo", "config", "doctor", "draw", "learn", "explain"]
+VERBS = ["ckpt", "train", "verify", "demo", "config", "doctor", "draw", "launch", "learn", "explain"]
 
 
 def run(*arguments, cwd=None):
