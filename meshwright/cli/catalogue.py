@@ -149,19 +149,19 @@ CATALOGUE = (
         "to draw a new head.",
     ),
     CodeEntry(
-        "E120",
-        "a job that cannot be launched",
-        "The numbers make no job, checkpoints are off (a restart would begin at step 0), or the launcher is not "
-        "installed on this host, or refused the script.",
-        "Mend what the message names; the script can be written by --out and started elsewhere.",
-    ),
-    CodeEntry(
         "E122",
         "a tokenizer that cannot be used",
         "data.tokenizer names no tokenizer.json on this machine, or one that lacks a token that is needed: the one "
         "that ends a document, or the mask of a masked language model.",
         'Write "byte", a path of a tokenizer.json, or hf:ID of one in the local cache (`hf download ID`); name the end '
         'as "eos_token" in a tokenizer_config.json beside it.',
+    ),
+    CodeEntry(
+        "E123",
+        "a job that cannot be launched",
+        "The numbers make no job, checkpoints are off (a restart would begin at step 0), or the launcher is not "
+        "installed on this host, or refused the script.",
+        "Mend what the message names; the script can be written by --out and started elsewhere.",
     ),
     CodeEntry(
         "E200",

@@ -40,12 +40,12 @@ class Job:
         """Hand the script to its launcher; returns what that printed.
 
         Raises:
-            ConfigError: E120 where the launcher is not installed or refuses.
+            ConfigError: E123 where the launcher is not installed or refuses.
         """
         program = shutil.which(self.launcher)
         if program is None:
             raise ConfigError(
-                "E120",
+                "E123",
                 f"{self.launcher} is not on this host's PATH. Save the script (--out FILE) and start it where it is.",
             )
         with tempfile.NamedTemporaryFile("w", suffix=".sh", delete=False) as file:
@@ -54,7 +54,7 @@ class Job:
         Path(file.name).unlink()
         if done.returncode:
             reason = (done.stderr or done.stdout).strip()
-            raise ConfigError("E120", f"{self.launcher} ended with code {done.returncode}: {reason}")
+            raise ConfigError("E123", f"{self.launcher} ended with code {done.returncode}: {reason}")
         return done.stdout.strip()
 
 
@@ -87,7 +87,7 @@ def slurm(  # noqa: PLR0913 - the options of a job
         requeue: whether the job queues again at its time limit.
 
     Raises:
-        MeshwrightError: what the run file and its plan raise; E120 for numbers that make no job.
+        MeshwrightError: what the run file and its plan raise; E123 for numbers that make no job.
     """
     sizes = (nodes, gpus_per_node, processes_per_node, restarts)
     job = _request(run_file, overrides, sizes)
@@ -131,13 +131,13 @@ def _request(run_file: str | Path, overrides: Sequence[str], sizes: tuple[int, i
     nodes, gpus, processes, restarts = sizes
     per_node = gpus or processes or 1
     if nodes < 1 or per_node < 1 or restarts < 0:
-        raise ConfigError("E120", f"{nodes} nodes x {per_node} processes, {restarts} restarts make no job")
+        raise ConfigError("E123", f"{nodes} nodes x {per_node} processes, {restarts} restarts make no job")
     path = Path(run_file)
     resolved = load_config(path, overrides)
     plan_of(resolved.config, world_size=nodes * per_node)  # what cannot run is not queued
     if resolved.config.save.every is None:
         raise ConfigError(
-            "E120",
+            "E123",
             'save.every is not set: a restarted job would start at step 0. Set e.g. save.every="30min" in the run '
             "file, or as an argument.",
         )

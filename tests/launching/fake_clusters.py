@@ -15,7 +15,7 @@ end() { kill -TERM "${pids[@]}" 2>/dev/null; wait; exit 143; }
 trap end TERM
 for ((i = 0; i < FAKE_TASKS; i++)); do
     SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_NTASKS=$FAKE_TASKS SLURM_STEP_NODELIST=localhost \\
-        SLURM_JOB_ID=$FAKE_JOB MASTER_PORT=$FAKE_PORT "$@" &
+        MASTER_PORT=$FAKE_PORT "$@" &
     pids+=($!)
 done
 if [[ $FAKE_KILL == 1 && $(wc -l < "$FAKE_DIR/calls") == 1 ]]; then
