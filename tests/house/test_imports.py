@@ -144,3 +144,32 @@ def test_the_environment_is_read_in_known_places():
         )
     }
     assert {file for file in readers if unit_of(file) != "launching"} == READS_ENVIRONMENT
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other in a circle, hidden imports and those for types included."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append([*path[path.index(module) :], module])
+        elif module not in done:
+            for target in sorted(edges.get(module, ())):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, [])
+    return found
+
+
+def test_modules_of_verification_do_not_import_each_other_in_circles():
+    edges: dict[str, set[str]] = {}
+    for found in of_ours():
+        source = found.file.removesuffix(".py").replace("/", ".")
+        if unit_of(found.file) == unit_of(found.target) == "verification":
+            edges.setdefault(source, set()).add(found.target)
+    assert len(edges) > 5
+    assert circles(edges) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c", "a"]]
