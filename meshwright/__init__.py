@@ -11,15 +11,29 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Job": "meshwright.training.job",
     "MeshSpec": "meshwright.mesh",
     "RunConfig": "meshwright.training.config",
+    "ShardedModel": "meshwright.training.own_loop",
     "TrainPlan": "meshwright.layout.plan",
     "hf": "meshwright.training.hf",
     "job": "meshwright.launching.own_script",
     "train": "meshwright.launching",
     "verify": "meshwright.launching.verify",
 }
-__all__ = ["MeshSpec", "RunConfig", "TrainPlan", "__version__", "hf", "job", "launch", "train", "verify"]
+__all__ = [
+    "Job",
+    "MeshSpec",
+    "RunConfig",
+    "ShardedModel",
+    "TrainPlan",
+    "__version__",
+    "hf",
+    "job",
+    "launch",
+    "train",
+    "verify",
+]
 
 # Modules of functions: `meshwright.launch.slurm(...)`.
 _MODULES = {"launch": "meshwright.launching.launch"}

@@ -394,6 +394,12 @@ CATALOGUE = (
         "Take names as model.named_parameters() has them; patterns are those of file names (`head.*`).",
     ),
     CodeEntry(
+        "E707",
+        "a checkpoint in the middle of a step, or of several models",
+        "job.save() and job.resume() see one module between two steps: gradients are not saved.",
+        "Call them after the optimizer's step(); build modules that train together as parts of one.",
+    ),
+    CodeEntry(
         "E801",
         "a model that comes out differently when it is built again",
         "Every rank builds the model by itself. Two builds in one process gave other values, so ranks would too.",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm import ops
 from meshwright.comm.log import CommLog
 from meshwright.comm.mesh import Mesh, World, connect, disconnect, is_connected
 from meshwright.comm.watchdog import RunFiles, Watchdog
@@ -27,11 +28,13 @@ from meshwright.training.config import RunConfig
 from meshwright.training.console import Console
 from meshwright.training.determinism import prepare
 from meshwright.training.device import choose_device
+from meshwright.training.job_checkpoints import JobCheckpoints, Position
 from meshwright.training.metrics import MetricsWriter, gather_numbers
 from meshwright.training.own_build import Site, build_model
 from meshwright.training.own_loop import ShardedModel
 from meshwright.training.own_optimizer import Choice, Groups, make_own_optimizer
 from meshwright.training.own_step import LoopRules, StepBatch
+from meshwright.training.plain_state import stream_state
 from meshwright.training.planning import plan_of
 from meshwright.training.precision import MASTER_DTYPES
 from meshwright.training.step import evaluate
@@ -53,7 +56,7 @@ class Job:
         world_size: number of processes.
         is_first: whether this is rank 0.
         device: where this rank computes.
-        step: number of the step that `batches` is at, from 1; without `batches`, of calls of `log`.
+        step: number of the step that `batches` is at, from 1 (without `batches`: calls of `log`); resumed, it goes on.
     """
 
     def __init__(
@@ -64,12 +67,11 @@ class Job:
         self.world_size = world.size
         self.is_first = world.rank == 0
         self.run_dir = run_dir
-        self.step = 0
+        self._position = Position()
         self._world = world
         self._files = files
         self._console = console
         self._models: list[ShardedModel] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
         self._writer: MetricsWriter | None = None
         self._has_batches = False
         self._stack = ExitStack()
@@ -107,10 +109,17 @@ class Job:
         self._group = mesh.group("dp")
         rules = LoopRules(config.train.seed, config.train.dropout, config.train.clip_norm)
         self._site = Site(self._plan, mesh, rules)
+        self._checkpoints = JobCheckpoints(self.run_dir, self._plan, self._position, say=self._console.line)
         prepare(seed=config.train.seed, deterministic=config.train.deterministic)
         return self
 
+    @property
+    def step(self) -> int:  # noqa: D102 - see Attributes
+        return self._position.step
+
     def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self._checkpoints.finish()
         for model in self._models:
             model.close()
         if self._writer is not None:
@@ -170,9 +179,7 @@ class Job:
             PlanError: E204 for a rule that flat shards would change.
             LoopError: E706 for parameters that do not exist or have an optimizer already.
         """
-        made = make_own_optimizer(model, kind, options, only=only, groups=groups)
-        self._optimizers.append(made)
-        return made
+        return make_own_optimizer(model, kind, options, only=only, groups=groups)
 
     # Data.
 
@@ -190,7 +197,8 @@ class Job:
         Args:
             dataset: map style, with items that torch's default collate stacks.
             global_batch: samples a step, over all ranks.
-            steps: number of steps.
+            steps: number of the last step, counted from the start of the job: after a resume, or in a second call,
+                what is left of them comes.
             micro_batch: samples of one forward on one rank; None: plan.micro_batch, else all at once.
             shuffle: in an order drawn from the seed.
 
@@ -202,14 +210,22 @@ class Job:
             ConfigError: E105 for an empty dataset.
         """
         plan = self._plan_for(global_batch, micro_batch)
-        geometry = BatchGeometry(global_batch, plan.num_microbatches, self._group.size, self._group.index)
+        position = self._position
+        geometry = BatchGeometry(
+            global_batch,
+            plan.num_microbatches,
+            self._group.size,
+            self._group.index,
+            first_sample=position.samples - position.step * global_batch,
+        )
         reader = Batches(dataset, geometry, seed=self.config.train.seed, shuffle=shuffle)
         self._has_batches = True
-        return self._read(reader, geometry, steps)
+        return self._read(reader, steps)
 
-    def _read(self, reader: Batches, geometry: BatchGeometry, steps: int) -> Iterator[StepBatch]:
-        for step in range(steps):
-            self.step = step + 1
+    def _read(self, reader: Batches, steps: int) -> Iterator[StepBatch]:
+        geometry, position = reader.geometry, self._position
+        for step in range(position.step, steps):
+            position.step, position.samples = step + 1, geometry.start_of(step + 1)
             yield StepBatch(geometry, partial(self._micro_batch, reader, step))
 
     def _micro_batch(self, reader: Batches, step: int, microbatch: int) -> Any:
@@ -219,11 +235,56 @@ class Job:
         """A batch of your own, nested, on this rank's device and with floating tensors in the plan's precision."""
         return cast_batch(batch, MASTER_DTYPES[self._plan.precision], self.device)
 
+    # Checkpoints.
+
+    def save(self, **user: Any) -> None:
+        """Write a checkpoint into `ckpt` of the job's folder, after a step; every rank calls. It is written meanwhile.
+
+        It holds the model, the optimizers with their settings, the position in the data, and what is given; it loads
+        on any number of ranks and under any plan. The newest 3 are kept.
+
+        Args:
+            **user: of your own, as JSON can hold it: `scheduler=scheduler.state_dict()`.
+
+        Raises:
+            SaveError: E504 when this save, or the one before, could not be written.
+            LoopError: E707 in the middle of a step, or where there is not one model.
+        """
+        self._checkpoints.save(self._models, user)
+
+    def resume(self, place: str | Path | None = None) -> dict[str, Any] | None:
+        """Go on from the newest valid checkpoint; after `build` and `optimizer`, before `batches`. Every rank calls.
+
+        Args:
+            place: a checkpoint, or a folder with some, which must exist; None: this job's own folder (give it `out=`),
+                where there may be none yet.
+
+        Returns:
+            What `save` was given; None for a fresh start.
+
+        Raises:
+            CheckpointError: E501 another model, E502 damaged, E503 none there, E505 other optimizers.
+            LoopError: E707 in the middle of a step, or where there is not one model.
+        """
+        where = None if place is None else Path(place)
+        return self._checkpoints.resume(self._models, where, required=place is not None)
+
+    def state_dict(self, model: ShardedModel) -> Iterator[tuple[str, Tensor | None]]:
+        """As `model.state_dict()`, a tensor at a time: (name, tensor), None for the tensor on all ranks but the first.
+
+        Every rank must iterate to the end.
+        """
+        return stream_state(model.state)
+
     # Numbers.
+
+    def barrier(self) -> None:
+        """Return once every rank has come here."""
+        ops.barrier(self._group, cause="barrier of the script")
 
     def mean(self, value: float | Tensor) -> float:
         """Mean over ranks of one number of each; every rank calls."""
-        numbers = gather_numbers(float(value), self._group, self.device)
+        numbers = gather_numbers(_number(value), self._group, self.device)
         return sum(numbers) / len(numbers)
 
     def evaluate(self, model: ShardedModel, dataset: MapStyle, *, samples: int = 512) -> float:
@@ -245,13 +306,13 @@ class Job:
 
         Args:
             step: its number; None: `job.step`.
-            **values: numbers as rank 0 has them; see `mean`. grad_norm, lr and tokens of the first model are added.
+            **values: numbers as rank 0 has them; see `mean`. loss, grad_norm, lr and tokens are added.
         """
         if not self._has_batches:
-            self.step += 1
+            self._position.step += 1
         if not self.is_first:
             return
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers = {name: _number(value) for name, value in values.items()}
         record: dict[str, Any] = {"step": self.step if step is None else step, **self._known(), **numbers}
         if self._writer is None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -261,17 +322,23 @@ class Job:
         self._console.line(" ".join(f"{name}={_short(value)}" for name, value in shown.items()))
 
     def _known(self) -> dict[str, Any]:
-        known: dict[str, Any] = {}
-        result = self._models[0].result if self._models else None
-        if result is not None:
-            known = {
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "tokens": self._models[0].state.tokens,
-            }
-        if self._optimizers:
-            known["lr"] = float(self._optimizers[0].param_groups[0]["lr"])
-        return {**known, "time": time.time()}
+        """Of the newest model that has made a step."""
+        stepped = [model for model in self._models if model.result is not None]
+        if not stepped:
+            return {"time": time.time()}
+        model, result = stepped[-1], stepped[-1].result
+        assert result is not None, "models without a result were left out"
+        return {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": float(model.optimizers[0].param_groups[0]["lr"]),
+            "tokens": model.state.tokens,
+            "time": time.time(),
+        }
+
+
+def _number(value: float | Tensor) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _short(value: Any) -> str:

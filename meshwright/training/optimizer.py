@@ -124,6 +124,7 @@ class ShardedOptimizer:
         self.name = spec.name
         self.shards = list(shards)
         self.torch_optimizer: torch.optim.Optimizer | None = None
+        self._adopted: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
         if self.shards and spec.name == "muon":
             self.torch_optimizer = make_muon(spec, self.shards)
         elif self.shards:
@@ -163,17 +164,22 @@ class ShardedOptimizer:
         for shard in shards:
             shard.parameter.grad = shard.gradient if shard.name in used else None
 
+    def adopt(self, optimizer: torch.optim.Optimizer, shards: Sequence[ShardParameter]) -> None:
+        """Find the state of `shards` in a user's own optimizer, which makes its updates itself."""
+        self._adopted |= {shard.parameter: optimizer for shard in shards}
+
     def state_of(self, shard: ShardParameter) -> dict[str, torch.Tensor]:
         """State of one piece by slot: as large as the piece, or one number (0-dim) for the whole parameter.
 
         Raises:
             CheckpointError: E505 for state that is no tensor.
         """
-        if self.torch_optimizer is None:
+        optimizer = self._adopted.get(shard.parameter, self.torch_optimizer)
+        if optimizer is None:
             return {}
         state = {
             slot: value
-            for slot, value in self.torch_optimizer.state.get(shard.parameter, {}).items()
+            for slot, value in optimizer.state.get(shard.parameter, {}).items()
             if value is not None
         }
         for slot, value in state.items():
@@ -187,8 +193,9 @@ class ShardedOptimizer:
 
     def load_state(self, shard: ShardParameter, state: dict[str, torch.Tensor]) -> None:
         """Put back what `state_of` gave, here or on another mesh."""
-        assert self.torch_optimizer is not None, f"{shard.name} has no optimizer"
-        self.torch_optimizer.state[shard.parameter] = state
+        optimizer = self._adopted.get(shard.parameter, self.torch_optimizer)
+        assert optimizer is not None, f"{shard.name} has no optimizer"
+        optimizer.state[shard.parameter] = state
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank, step counts included."""

@@ -18,7 +18,7 @@ samples of a forward are counted by the first dim of its first tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from meshwright.training.own_step import (
     StepBatch,
     StepGradients,
 )
+from meshwright.training.plain_state import load_plain_state, stream_state
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
 from meshwright.training.step import (
@@ -67,6 +68,8 @@ class ShardedModel:
         module: the user's module, its class unchanged.
         result: what the newest step did, the same on every rank; None before the first.
         parts: the parameters of each optimizer, in the order in which they were made.
+        optimizers: these optimizers.
+        rules: of its steps.
     """
 
     def __init__(
@@ -81,8 +84,9 @@ class ShardedModel:
         self.module: nn.Module = state.engine.model
         self.result: StepResult | None = None
         self.parts: list[Part] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._engine = state.engine
-        self._rules = rules
+        self.rules = rules
         self._user_loss = loss
         self._loss: Loss | None = None
         self._siblings = siblings
@@ -112,6 +116,21 @@ class ShardedModel:
     def eval(self) -> ShardedModel:
         """As `nn.Module.eval`."""
         return self.train(False)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters and persistent buffers, whole and on the CPU, on rank 0; empty elsewhere. Every rank calls.
+
+        Values are those that optimizers update: float32 where the model computes in 16 bits.
+        """
+        return {name: value for name, value in stream_state(self.state) if value is not None}
+
+    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
+        """Take the values of a plain state dict; every rank calls, with all of it (`torch.load(..., mmap=True)`).
+
+        Raises:
+            CheckpointError: E501 where names or shapes are not the model's.
+        """
+        load_plain_state(self._engine, values)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_job()
@@ -179,9 +198,9 @@ class ShardedModel:
             rows = leading_size(batch) or 1
             geometry = BatchGeometry(rows * group.size, dp_size=group.size, dp_rank=group.index)
             batch = StepBatch(geometry, partial(_whole, batch))
-        if self._rules.dropout == "stateless":
+        if self.rules.dropout == "stateless":
             self.state.randomness = stateless_randomness(
-                batch.geometry, seed=self._rules.seed, must_agree=self._must_agree
+                batch.geometry, seed=self.rules.seed, must_agree=self._must_agree
             )
         if self._loss is None:
             self._loss = checked_loss(self._engine, self.loss, batch[0])
@@ -196,7 +215,7 @@ class ShardedModel:
             num_microbatches=len(batch),
             parts=self._partial_shards(),
         )
-        self._gradients = StepGradients(torch.empty(0), self._rules.clip_norm, agreed=agreed)
+        self._gradients = StepGradients(torch.empty(0), self.rules.clip_norm, agreed=agreed)
         if not agreed.is_finite and not self._overflowed(agreed):
             self._drop(agreed)
             step = self.state.step - 1
@@ -230,14 +249,14 @@ class ShardedModel:
                 "E702", f"accumulate({num_microbatches}, backwards={backwards}): both are 1 or more"
             )
         self._begin()
-        step = OpenStep(self.state, self._rules, num_microbatches=num_microbatches, backwards=backwards)
+        step = OpenStep(self.state, self.rules, num_microbatches=num_microbatches, backwards=backwards)
         self._block = step
         try:
             with BackwardWatch(step.run_mean):
                 yield self
         finally:
             self._block = None
-        self._gradients = step.finish(self._rules.clip_norm)
+        self._gradients = step.finish(self.rules.clip_norm)
         self._show_gradients()
 
     def backward(self, total: Tensor, count: Any) -> None:
@@ -343,6 +362,13 @@ class ShardedModel:
                 "E705",
                 f"{type(self.module).__name__} is used after its job ended; stay inside `with meshwright.job():`",
             )
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise E707 inside a block, or where gradients still wait for their update."""
+        self._check_job()
+        waiting = self._gradients is not None and not self._gradients.stepped and self._are_shown()
+        if self._block is not None or waiting:
+            raise LoopError("E707", f"{what} in the middle of a step; it comes after the optimizer's step()")
 
     def close(self) -> None:
         """The job has ended."""

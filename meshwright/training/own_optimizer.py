@@ -67,6 +67,8 @@ def make_own_optimizer(
     members[0]["params"].append(flag)
     optimizer = kind(members, **options, **_implementation(kind, options))
     model.parts.append(part)
+    model.optimizers.append(optimizer)
+    model.state.optimizer.adopt(optimizer, shards)
 
     def before(_optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):  # the first is the optimizer

@@ -25,7 +25,7 @@ from meshwright.training.state import TrainState
 
 
 @dataclass(frozen=True)
-class _Owned:
+class Owned:
     """Flat elements [start, start + values.numel()) of a parameter or buffer on this rank.
 
     Attributes:
@@ -76,10 +76,15 @@ def aliases(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _sharded(engine: ShardingEngine) -> list[_Owned]:
+def owned_pieces(engine: ShardingEngine) -> list[Owned]:
+    """Everything this rank holds of the model, copies that other ranks hold too included."""
+    return [*_sharded(engine), *_replicated(engine)]
+
+
+def _sharded(engine: ShardingEngine) -> list[Owned]:
     """Pieces of parameters in buckets: the trained ones, and frozen ones where weights are sharded."""
     owned = [
-        _Owned(
+        Owned(
             "parameter", shard.name, shard.shape, shard.piece.start, shard.parameter.detach().view(-1), shard
         )
         for shard in engine.shards
@@ -90,11 +95,11 @@ def _sharded(engine: ShardingEngine) -> list[_Owned]:
         shapes = {spec.name: spec.shape for spec in memory.bucket.parameters}
         for piece in memory.pieces():
             values = memory.weight_shard[piece.offset : piece.offset + piece.stop - piece.start]
-            owned.append(_Owned("parameter", piece.name, shapes[piece.name], piece.start, values))
+            owned.append(Owned("parameter", piece.name, shapes[piece.name], piece.start, values))
     return owned
 
 
-def _replicated(engine: ShardingEngine) -> list[_Owned]:
+def _replicated(engine: ShardingEngine) -> list[Owned]:
     """What every rank holds whole: parameters of no bucket, and buffers."""
     bucketed = {parameter for memory in engine.memories for parameter in memory.parameters}
     named: list[tuple[Kind, str, Tensor]] = [
@@ -103,7 +108,7 @@ def _replicated(engine: ShardingEngine) -> list[_Owned]:
         if parameter not in bucketed
     ]
     named += [("buffer", name, buffer.detach()) for name, buffer in _buffers(engine.model)]
-    return [_Owned(kind, name, tuple(values.shape), 0, values) for kind, name, values in named]
+    return [Owned(kind, name, tuple(values.shape), 0, values) for kind, name, values in named]
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +118,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _share(owned: Sequence[_Owned], index: int, count: int) -> Iterator[tuple[_Owned, int, int]]:
+def _share(owned: Sequence[Owned], index: int, count: int) -> Iterator[tuple[Owned, int, int]]:
     """Of pieces that `count` ranks hold alike, the elements [first, last) that rank number `index` writes."""
     total = sum(item.values.numel() for item in owned)
     low, high = index * total // count, (index + 1) * total // count
@@ -125,7 +130,7 @@ def _share(owned: Sequence[_Owned], index: int, count: int) -> Iterator[tuple[_O
             yield item, item.start + first, item.start + last
 
 
-def _item(owned: _Owned, first: int, last: int) -> Item:
+def _item(owned: Owned, first: int, last: int) -> Item:
     values = owned.values.reshape(-1)[first - owned.start : last - owned.start]
     return Item(owned.kind, owned.name, "", owned.shape, first, values)
 
@@ -174,7 +179,7 @@ def load_items(state: TrainState, reader: CheckpointReader) -> None:
     engine = state.engine
     _check_optimizer(state, reader)
     with torch.no_grad():
-        for owned in (*_sharded(engine), *_replicated(engine)):
+        for owned in owned_pieces(engine):
             _fill(owned.values, reader, reader.model_tensor(owned.name), owned.start)
         count = sum(_load_state(state, shard, reader) for shard in engine.shards)
         engine.publish_masters()
