@@ -158,7 +158,7 @@ def _provoke(mesh: Any, policy: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("policy", ["ddp", "zero3"])
 def test_mistakes_are_named_on_one_process_already(ranks, policy: str) -> None:
     for (code, message), (mistake, wanted, text) in zip(
-        ranks.run(_provoke, 1, policy)[0], MISTAKES, strict=True
+        ranks.run(_provoke, 1, policy, timeout=120.0)[0], MISTAKES, strict=True
     ):
         assert code == wanted, mistake.__name__
         assert text in message, mistake.__name__
