@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.output import print_json, stdout_to_stderr
-from meshwright.errors import ConfigError
+from meshwright.errors import EXIT_INTERRUPTED, ConfigError
 
 INSTALL_TORCH = (
     'train needs PyTorch: pip install "meshwright[train]"  (CPU only, ≈ 0.2 GB: add '
@@ -73,6 +73,8 @@ def _train_config(
     # Under torchrun or SLURM every rank runs this command, and only rank 0 has a result.
     if json_output and result:
         print_json(result)
+    if result.get("interrupted"):
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _train_script(path: Path, arguments: list[str], *, processes: int, json_output: bool) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,18 +205,26 @@ def _train_here(
     context = WorkerContext(world.rank, run_dir)
     enable_dumps(context.files, world.rank)
     stream = (sys.stderr if json_output else sys.stdout) if world.rank == 0 else None
-    result = _run_worker(config, world, run_dir, Console(stream), resume)
+    asked: list[int] = []
+    if config.save.every is not None:  # else there is nothing that the time before SIGKILL is good for
+        signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    result = _run_worker(config, world, run_dir, Console(stream), resume, lambda: bool(asked))
     return result if world.rank == 0 else {}
 
 
 def _run_worker(
-    config: RunConfig, world: World, run_dir: Path, console: Console, resume: ResumeFrom | None
+    config: RunConfig,
+    world: World,
+    run_dir: Path,
+    console: Console,
+    resume: ResumeFrom | None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     # Imported here because it needs torch, which a launcher must not load.
     from meshwright.training.loop import run_worker
 
     try:
-        return run_worker(config, world=world, run_dir=run_dir, console=console, resume=resume)
+        return run_worker(config, world=world, run_dir=run_dir, console=console, resume=resume, stop=stop)
     finally:
         console.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,13 @@ class Progress:
 
 
 def run_worker(
-    config: RunConfig, *, world: World, run_dir: Path, console: Console, resume: ResumeFrom | None = None
+    config: RunConfig,
+    *,
+    world: World,
+    run_dir: Path,
+    console: Console,
+    resume: ResumeFrom | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Train as one rank of `world`; the contract's result on every rank.
 
@@ -76,6 +82,7 @@ def run_worker(
         run_dir: run folder, the same on every rank; made if missing.
         console: where rank 0 prints; a console without a stream elsewhere.
         resume: where to look for a checkpoint to go on from; None: a fresh start.
+        stop: whether this process has been asked to stop; then all ranks finish the step, save and return.
     """
     device = choose_device(config, world)
     log = CommLog(world.rank, world.size, ring_path(run_dir / "events", world.rank))
@@ -83,7 +90,8 @@ def run_worker(
     connect(world, device=device, timeout_seconds=2 * config.train.watchdog + 60)
     try:
         with Watchdog(log, limit_seconds=config.train.watchdog, folder=run_dir, world_size=world.size):
-            return Run(config, world, run_dir=run_dir, console=console, device=device, log=log).train(resume)
+            run = Run(config, world, run_dir=run_dir, console=console, device=device, log=log)
+            return run.train(resume, stop)
     finally:
         console.close()
         disconnect()
@@ -126,6 +134,7 @@ class Run:
         )
         self.progress = Progress()
         self.resumed: Resumed | None = None
+        self.is_stopped = False
         self.checkpoints = Checkpoints(
             run_dir / FOLDER_NAME,
             self.state,
@@ -209,7 +218,9 @@ class Run:
 
     # The loop.
 
-    def train(self, resume: ResumeFrom | None = None) -> dict[str, Any]:
+    def train(
+        self, resume: ResumeFrom | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
         """Run to the end, from a checkpoint if there is one at `resume`, and return the contract's result."""
         self._print_header()
         if resume is not None:
@@ -227,14 +238,17 @@ class Run:
         started = time.perf_counter()
         try:
             last = self.total_steps is not None and self.state.step >= self.total_steps
-            while not last:
+            while not last and not self.is_stopped:
+                self.state.stop_requested = stop()
                 result, seconds = self._timed_step()
-                last = self._is_last(time.perf_counter() - started)
-                stall = self.checkpoints.after_step(last=last)
-                due = self.config.train.eval_every.due(self.state.step, last=last)
+                last, self.is_stopped = self._is_last(time.perf_counter() - started), result.stop
+                stall = self.checkpoints.after_step(last=last or result.stop)
+                due = self.config.train.eval_every.due(self.state.step, last=last) and not result.stop
                 eval_loss = self._evaluate() if due else None
                 self._record(self._step_record(result, seconds, eval_loss, stall), writer, last=last)
             self.checkpoints.finish()
+            if self.is_stopped:
+                self.console.line(f"stop   asked to, after step {self.state.step}; go on with --resume auto")
         finally:
             if writer is not None:
                 writer.close()
@@ -317,7 +331,8 @@ class Run:
 
     def _control(self) -> dict[str, float] | None:
         """Loss of the last token of held-out sequences, from the context as it is and shuffled."""
-        wanted = self.config.train.control == "shuffled_context" and "sequence" in self.task.shape
+        asked = self.config.train.control == "shuffled_context" and not self.is_stopped
+        wanted = asked and "sequence" in self.task.shape
         if not wanted or self.task.heldout_data is None:
             return None
         losses = {
@@ -418,5 +433,6 @@ class Run:
             "world_size": self.mesh.world.size,
             "mesh": self.plan.mesh.sizes(),
             "resumed_from": str(self.resumed.path) if self.resumed else None,
+            "interrupted": self.is_stopped,
             "checkpoint": str(self.checkpoints.newest) if self.checkpoints.newest else None,
         }

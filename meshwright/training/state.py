@@ -27,6 +27,7 @@ class TrainState:
         expected_count: global count of the newest step, by which the next backward is divided beforehand; where
             the count stays, gradients come out normalised and the pass that divides them is saved.
         loss_scale: what fp16 multiplies the loss by; None in every other precision.
+        stop_requested: whether this rank has been asked to stop after the step; one is enough to stop all.
         randomness: (step, micro-step) -> what is entered around its forward and backward; the default leaves
             random numbers to torch.
     """
@@ -37,6 +38,7 @@ class TrainState:
     tokens: int = 0
     expected_count: float = 1.0
     loss_scale: LossScale | None = None
+    stop_requested: bool = False
     randomness: Callable[[int, int], AbstractContextManager[None]] = _native
 
     @property

@@ -43,6 +43,7 @@ class StepResult:
         applied: False when the loss or the norm was not finite and the update was left out.
         scale: factor by which the accumulated gradient was multiplied: clip coefficient x expected / global count.
         overflowed: whether it was left out because gradients overflowed under a loss scale, which is lower now.
+        stop: whether some rank has been asked to stop after this step.
     """
 
     loss: float
@@ -51,6 +52,7 @@ class StepResult:
     applied: bool
     scale: float
     overflowed: bool = False
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Agreed:
             by the loss scale where there is one.
         used: parameters that got a gradient on some rank.
         part_norms: as `norm`, over each of the parts that were asked for.
+        stop: whether some rank has been asked to stop after this step.
     """
 
     loss_sum: float
@@ -73,6 +76,7 @@ class Agreed:
     correction: float
     used: frozenset[str]
     part_norms: tuple[float, ...] = ()
+    stop: bool = False
 
     @property
     def loss(self) -> float:
@@ -130,7 +134,9 @@ def train_step(
         state.engine.finish_step()
     overflowed = state.loss_scale is not None and agreed.has_overflowed
     advance(state, agreed)
-    return StepResult(agreed.loss, int(agreed.count), agreed.norm, agreed.is_finite, scale, overflowed)
+    return StepResult(
+        agreed.loss, int(agreed.count), agreed.norm, agreed.is_finite, scale, overflowed, agreed.stop
+    )
 
 
 # The pieces of a step, which a user's own loop calls one by one.
@@ -192,11 +198,11 @@ def agree(state: TrainState, tally: Tensor, *, parts: Sequence[Sequence[ShardPar
     group.log.progress("step reduction")
     digest = group.log.digest(*engine.groups.axes)
     squares = [float(engine.norm_squared()), *(float(engine.norm_squared_of(part)) for part in parts)]
-    head = [*tally.tolist(), float(digest), float(digest * digest), *squares]
+    head = [*tally.tolist(), float(digest), float(digest * digest), *squares, float(state.stop_requested)]
     payload = torch.cat([torch.tensor(head, dtype=torch.float64), engine.used_mask()]).to(engine.device)
     ops.all_reduce(payload, group, cause="step reduction").wait()
     loss_sum, count, digest_sum, digest_square_sum, *rest = payload.tolist()
-    squares, mask = rest[: len(squares)], rest[len(squares) :]
+    squares, num_stops, mask = rest[: len(squares)], rest[len(squares)], rest[len(squares) + 1 :]
     _check_same_calls(group, int(digest_sum), int(digest_square_sum))
     if count <= 0:
         raise NumericsError(
@@ -207,7 +213,7 @@ def agree(state: TrainState, tally: Tensor, *, parts: Sequence[Sequence[ShardPar
     correction = state.divisor / count
     norm, *part_norms = (math.sqrt(square) * correction for square in squares)
     used = frozenset(name for name, uses in zip(engine.parameter_names, mask, strict=True) if uses)
-    return Agreed(loss_sum, count, norm, correction, used, tuple(part_norms))
+    return Agreed(loss_sum, count, norm, correction, used, tuple(part_norms), stop=num_stops > 0)
 
 
 def advance(state: TrainState, agreed: Agreed) -> None:

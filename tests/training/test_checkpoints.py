@@ -37,7 +37,7 @@ class Stopped(Exception):
     """A crash."""
 
 
-def train(mesh, run_dir, overrides=(), resume=None, stop=None, save="2 steps") -> dict:
+def train(mesh, run_dir, overrides=(), resume=None, stop=None, save="2 steps", asked=None) -> dict:
     """Train as one rank; `stop`: crash before this step. What was printed, returned, read, or the error."""
     built_in = BUILT_IN if save == "never" else {**BUILT_IN, "save": {"every": save}}
     config = load_config(None, [f"save.dir={run_dir}", *overrides], built_in=built_in).config
@@ -66,7 +66,8 @@ def train(mesh, run_dir, overrides=(), resume=None, stop=None, save="2 steps") -
             device=torch.device("cpu"),
             log=mesh.log,
         )
-        answer["result"] = run.train(resume)
+        # Only rank 1 hears of it.
+        answer["result"] = run.train(resume, lambda: mesh.rank == 1 and run.state.step == asked)
     except Stopped:
         run.checkpoints.finish()  # a crash may leave it unfinished; here it must be there
     except MeshwrightError as error:
@@ -156,6 +157,18 @@ def test_masters_and_loss_scale_go_on_to_the_bit(ranks, tmp_path, precision):
     ]
     saved = folder.read_manifest(parts / "ckpt" / "step-00000008")
     assert {tensor.dtype for tensor in saved.model.values()} == {"float32"}
+
+
+def test_one_rank_asked_to_stop_stops_all_after_a_save(ranks, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks.run(train, 1, whole, ["save.every=end"])
+    answers = ranks.run(train, 3, parts, ["save.every=end"], None, None, "end", 4)
+    assert [answer["result"]["steps"] for answer in answers] == [5, 5, 5]
+    assert all(answer["result"]["interrupted"] for answer in answers)
+    assert "stop   asked to, after step 5; go on with --resume auto" in answers[0]["text"]
+    again = ranks.run(train, 2, parts, ["save.every=end"], auto(parts))
+    assert not again[0]["result"]["interrupted"]
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-12)
 
 
 def test_a_damaged_newest_is_named_and_the_previous_one_taken(ranks, tmp_path):

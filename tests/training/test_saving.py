@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -76,6 +78,37 @@ def test_three_legs_on_other_ranks_and_policies_are_one_run(ranks, tmp_path, cha
     module = build(model)
     kept = {name for name in dict(module.named_buffers()) if name in module.state_dict()}
     assert {label for label in saved if label.startswith("buffer")} == {f"buffer {name}" for name in kept}
+
+
+def random_legs(seed: int) -> tuple[str, str, list[Leg]]:
+    """A model, an optimizer, and three to five legs that stop at random steps."""
+    draw = random.Random(seed)
+    model, optimizer = (
+        draw.choice(["awkward", "gpt", "llama", "statistics"]),
+        draw.choice(["adamw", "sgd", "plain"]),
+    )
+    accumulate = draw.choice([1, 2])  # of batch statistics a part of the model
+    stops = sorted(draw.sample(range(1, NUM_STEPS), draw.randrange(2, 5)))
+    policies = ["ddp", "zero1", "zero2", "zero3"]
+    legs = [
+        Leg(draw.randrange(1, 5), draw.choice(policies), stop, accumulate) for stop in [*stops, NUM_STEPS]
+    ]
+    return model, optimizer, legs
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(60))
+def test_random_legs_are_one_run(ranks, tmp_path, seed):
+    model, optimizer, legs = random_legs(seed)
+    expected = run_legs(
+        ranks, model, optimizer, [Leg(1, "ddp", NUM_STEPS, legs[0].accumulate)], tmp_path / "whole"
+    )
+    result = run_legs(ranks, model, optimizer, legs, tmp_path / "legs")
+    assert result["samples"] == expected["samples"]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    name = folder.step_name(NUM_STEPS)
+    saved, wanted = (tensors_of(tmp_path / place / name) for place in ("legs", "whole"))
+    assert largest_difference(saved, wanted) < 1e-10
 
 
 def save_and_read_back(mesh, policy, root):
