@@ -62,7 +62,7 @@ def slurm_script(job: JobRequest, options: SlurmOptions) -> str:
 {header}
 set -euo pipefail
 
-stop() {{  # the time limit is near: queue again; steps since the newest checkpoint are done a second time
+stop() {{  # the time limit is near: ranks of a run that saves do so and stop; queue again
     trap '' TERM
     kill -TERM "$step" 2>/dev/null || true
     wait "$step" || true
