@@ -144,6 +144,22 @@ def test_a_plan_that_cannot_be(script, plan: str, code: str, text: str) -> None:
     assert text in str(caught.value)
 
 
+def test_ctrl_c_leaves_the_job_and_another_may_begin(script) -> None:
+    models = []
+
+    def interrupted() -> None:
+        with meshwright.job(out="out") as job:
+            models.append(job.build(lambda: torch.nn.Linear(2, 2)))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with pytest.raises(MeshwrightError, match="E705 Linear is used after its job ended"), torch.no_grad():
+        models[0](torch.ones(1, 2))
+    with meshwright.job(out="out") as job, torch.no_grad():
+        assert job.build(lambda: torch.nn.Linear(2, 2))(torch.ones(1, 2)).shape == (1, 2)
+
+
 @pytest.mark.parametrize("name", ["ddp_tutorial", "own_loop"])
 def test_examples_run_alone_and_on_two_ranks(name: str, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)

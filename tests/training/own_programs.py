@@ -6,6 +6,7 @@ returns numbers. So one text runs as the reference and on ranks. The plain lab s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.layout.plan import TrainPlan
+from meshwright.comm.mesh import Mesh
+from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.layout.policy import find_policy
 from meshwright.mesh import MeshSpec
 from meshwright.training.own_build import Site, build_model
@@ -65,9 +67,9 @@ def draw(key: int, rows: int = ROWS) -> Tensor:
 class PlainModel:
     """What plain PyTorch does for the same program."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, loss: Any = None) -> None:
         self.module = module
-        self.norm = 0.0
+        self.loss = loss
 
     def __call__(self, *args: Any) -> Tensor:
         return self.module(*args)
@@ -89,6 +91,12 @@ class PlainModel:
         self.count += count
         total.backward()
 
+    def step(self, batch: Tensor) -> float:
+        with self.accumulate():
+            loss = self.loss(self.module, batch)
+            loss.backward()
+        return loss.item()
+
     def clip_grad_norm(self, limit: float) -> float:
         return float(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
 
@@ -101,9 +109,9 @@ class PlainLab:
     def __init__(self, clip_norm: float | None = None) -> None:
         self.clip_norm = clip_norm
 
-    def build(self, build: Callable[[], nn.Module]) -> PlainModel:
+    def build(self, build: Callable[[], nn.Module], loss: Any = None) -> PlainModel:
         torch.manual_seed(0)
-        return PlainModel(build().double())
+        return PlainModel(build().double(), loss)
 
     def optimizer(
         self, model: Any, kind: Any, *, only: str = "*", groups: Any = (), **options: Any
@@ -134,11 +142,24 @@ class PlainLab:
 class ShardedLab(PlainLab):
     """Ranks, with the engine."""
 
-    def __init__(self, mesh: Any, policy: str, clip_norm: float | None = None, seed: int = 0) -> None:
-        self.mesh, self.rank, self.world = mesh, mesh.rank, mesh.world.size
+    def __init__(
+        self,
+        mesh: Any,
+        policy: str,
+        clip_norm: float | None = None,
+        *,
+        seed: int = 0,
+        copies: int = 1,
+        precision: Precision = "fp64",
+    ) -> None:
+        """`policy` may end in `/whole`; `copies` of the model are trained by as many ranks each."""
+        self.rank, self.world = mesh.rank, mesh.world.size
         self.rules = LoopRules(seed=seed, clip_norm=clip_norm)
-        row = find_policy(policy, bucket_bytes=512)
-        self.plan = TrainPlan(MeshSpec.of(dp_shard=self.world), row, ROWS, ROWS // self.world, 1, "fp64")
+        name, _, ownership = policy.partition("/")
+        row = dataclasses.replace(find_policy(name, bucket_bytes=512), ownership=ownership or "flat")
+        spec = MeshSpec.of(dp_replicate=copies, dp_shard=self.world // copies)
+        self.mesh = Mesh(spec, mesh.world, log=mesh.log, device=torch.device("cpu"))
+        self.plan = TrainPlan(spec, row, ROWS, ROWS // self.world, 1, precision)
 
     def build(self, build: Callable[[], nn.Module], loss: Any = None) -> Any:
         site = Site(self.plan, self.mesh, self.rules)
@@ -253,7 +274,40 @@ def several_backwards(lab: Any) -> Any:
     return [], lab.state(model)
 
 
+class Normed(Tower):
+    """With statistics over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.encode(x)))
+
+
+def _mean_square(model: Any, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+def whole_steps(lab: Any) -> Any:
+    """A step in one call, by a loss that is a bare mean; batch statistics; an optimizer with momentum."""
+    model = lab.build(Normed, loss=_mean_square)
+    optimizer = lab.optimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+    losses = []
+    for step in range(3):
+        losses.append(model.step(lab.part(draw(30 + step))))
+        optimizer.step()
+    return losses, lab.state(model)
+
+
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     program.__name__: program
-    for program in (mean_loss, weighted_loss, gradient_penalty, adversaries, several_backwards)
+    for program in (
+        mean_loss,
+        weighted_loss,
+        gradient_penalty,
+        adversaries,
+        several_backwards,
+        whole_steps,
+    )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.sharding.harness import POLICIES
-from tests.training.own_programs import PROGRAMS, PlainLab, ShardedLab
+from tests.training.own_programs import PROGRAMS, PlainLab, ShardedLab, Tower, draw
 
 CLIP = 0.7
 Outcome = dict[str, tuple[list[float], list[tuple[str, int, Tensor]]]]
 
 
-def _run(mesh: Any, policy: str, names: list[str]) -> Outcome:
-    return {name: PROGRAMS[name](ShardedLab(mesh, policy, CLIP)) for name in names}
+def _run(mesh: Any, policy: str, copies: int, names: list[str]) -> Outcome:
+    return {name: PROGRAMS[name](ShardedLab(mesh, policy, CLIP, copies=copies)) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,55 @@ def _check(expected: Outcome, ranks: list[Outcome]) -> None:
                 torch.testing.assert_close(values, wanted, rtol=1e-11, atol=1e-13, msg=f"{name}: {parameter}")
 
 
-CASES = [(policy, world) for policy in POLICIES for world in (1, 2, 3)]
+CASES = [(policy, world, 1) for policy in POLICIES for world in (1, 2, 3)]
+COPIES = [("zero1", 2, 2), ("zero3/whole", 3, 1), ("zero1/whole", 2, 1), ("zero2", 6, 3), ("zero3", 6, 2)]
 
 
-@pytest.mark.parametrize(("policy", "world"), CASES)
-def test_programs_compute_what_plain_pytorch_does(ranks, expected: Outcome, policy: str, world: int) -> None:
-    _check(expected, ranks.run(_run, world, policy, list(PROGRAMS)))
+@pytest.mark.parametrize(
+    ("policy", "world", "copies"),
+    [*CASES, *COPIES[:3], *(pytest.param(*case, marks=pytest.mark.parity) for case in COPIES[3:])],
+)
+def test_programs_compute_what_plain_pytorch_does(
+    ranks, expected: Outcome, policy: str, world: int, copies: int
+) -> None:
+    _check(expected, ranks.run(_run, world, policy, copies, list(PROGRAMS), timeout=120.0))
+
+
+def _low_precision(mesh: Any, policy: str, precision: str, largest: float) -> Any:
+    """Losses of the same steps, called whole and in lines, and whether each was applied."""
+    outcomes = []
+    for in_one_call in (True, False):
+        lab = ShardedLab(mesh, policy, CLIP, precision=precision)
+        model = lab.build(Tower, loss=lambda model, x: ((model(x).float() - 1).square().sum(), len(x)))
+        optimizer = lab.optimizer(model, torch.optim.AdamW, lr=0.01)
+        if model.state.loss_scale is not None:
+            model.state.loss_scale = replace(model.state.loss_scale, value=largest)
+        seen = []
+        for step in range(8):
+            x = lab.part(draw(step)).float()
+            if in_one_call:
+                model.step(x)
+            else:
+                with model.accumulate():
+                    total = (model(x).float() - 1).square().sum()
+                    (total / len(x)).backward()
+            optimizer.step()
+            seen.append((model.result.loss, model.result.applied, model.result.overflowed))
+        outcomes.append((seen, lab.state(model)))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("policy", "precision", "largest"),
+    [("ddp", "bf16", 1.0), ("zero3", "bf16", 1.0), ("zero1", "fp16", 2.0**20), ("zero3", "fp16", 2.0**10)],
+)
+def test_low_precision_has_one_training_step_too(ranks, policy: str, precision: str, largest: float) -> None:
+    for whole, lines in ranks.run(_low_precision, 2, policy, precision, largest, timeout=120.0):
+        assert [state for _, *state in whole[0]] == [state for _, *state in lines[0]]
+        skipped = [overflowed for _, _, overflowed in whole[0]]
+        assert skipped[0] == (largest == 2.0**20)  # the scale was too large at first
+        assert not skipped[-1]
+        for (loss, *_), (other, *_) in zip(whole[0], lines[0], strict=True):
+            assert loss == pytest.approx(other, rel=0.02)
+        for (name, _, values), (_, _, others) in zip(whole[1], lines[1], strict=True):
+            torch.testing.assert_close(values, others, rtol=0.05, atol=0.05, msg=name)
