@@ -94,7 +94,7 @@ def check_runs(
 
     Args:
         model: with values, as `to_master` leaves it; stays as it is.
-        loss: the user's function, known to run in float64.
+        loss: the user's function.
         samples: some items of the dataset.
         precision: nothing is done for fp64 and fp32.
 
@@ -106,14 +106,23 @@ def check_runs(
     twin = copy.deepcopy(model)
     cast_parameters(twin, precision)
     batch = cast_batch(default_collate(list(samples)), MASTER_DTYPES[precision])
+    error = _error_of(twin, loss, batch)
+    # What fails in float32 too is not a matter of precision, and training will say it better.
+    if error is not None and _error_of(copy.deepcopy(model), loss, batch) is None:
+        raise _cannot_run(twin, error, precision) from error
+
+
+def _error_of(model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> Exception | None:
+    """What forward and backward of `batch` raise; None if they run."""
     try:
         with torch.random.fork_rng(devices=[]):
-            value = loss(twin, batch)
+            value = loss(model, batch)
             total = value[0] if isinstance(value, tuple) else value
             if total.requires_grad:
                 total.backward()
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _cannot_run(twin, error, precision) from error
+        return error
+    return None
 
 
 def _cannot_run(model: nn.Module, error: Exception, precision: Precision) -> PlanError:
@@ -125,7 +134,7 @@ def _cannot_run(model: nn.Module, error: Exception, precision: Precision) -> Pla
         note = f" Buffers stay float32 ({buffers[0]!r}{more}): where one meets activations, write buffer.to(x.dtype)."
     return PlanError(
         "E212",
-        f'the model runs in float64 and not with plan.precision = "{precision}": {text}.{note} Cast around that '
+        f'the model runs in float32 and not with plan.precision = "{precision}": {text}.{note} Cast around that '
         f'operation in forward, x.float(), or set plan.precision = "fp32".',
     )
 

@@ -75,9 +75,17 @@ def test_cast_parameters() -> None:
 
 def test_a_missing_kernel_is_named() -> None:
     model = to_master(Model(lambda x: torch.cdist(x, x) @ x), "bf16")
-    with pytest.raises(PlanError, match=r"E212 the model runs in float64 .*cdist.*x\.float\(\)"):
+    with pytest.raises(PlanError, match=r"E212 the model runs in float32 .*cdist.*x\.float\(\)"):
         check_runs(model, squared_error, SAMPLES, precision="bf16")
     check_runs(model, squared_error, SAMPLES, precision="fp32")
+
+
+def test_what_fails_in_float32_too_is_no_matter_of_precision() -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise RuntimeError("a bug of the user's")
+
+    check_runs(Model(fails), squared_error, SAMPLES, precision="bf16")
+    check_runs(Model(), squared_error, SAMPLES[:1], precision="bf16")  # batch statistics of one sample
 
 
 def test_a_buffer_that_meets_activations_is_named() -> None:
