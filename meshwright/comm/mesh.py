@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.attempt import agree_on_attempt
 from meshwright.comm.log import CommLog
 from meshwright.comm.ops import DataGroups, Group, alone
 from meshwright.comm.transports.base import Transport
@@ -36,7 +37,7 @@ class World:
         local_size: number of processes on a host; hosts with fewer come last.
         address: host of rank 0's store.
         port: its port.
-        attempt: number of restarts so far (torchrun's elastic agent); keeps attempts' store keys apart.
+        attempt: number of restarts that this host's launcher has counted; hosts of one job may count differently.
         source: `single`, `environment` (torchrun and our launcher) or `slurm`.
         store_exists: whether somebody else (torchrun's agent) already serves the store.
     """
@@ -110,6 +111,16 @@ def connect(world: World, *, device: torch.device, timeout_seconds: float) -> No
     try:
         server = world.rank == 0 and not world.store_exists
         store = dist.TCPStore(world.address, world.port, is_master=server, timeout=timeout)
+        attempt = "only"
+        if world.store_exists:
+            # An agent's store outlives a failed attempt: without a prefix of their own, restarted ranks would read the
+            # addresses of the dead ones (torch.distributed's env:// does, and fails most of the time).
+            attempt = agree_on_attempt(
+                dist.PrefixStore("meshwright", store),
+                rank=world.rank,
+                size=world.size,
+                timeout_seconds=timeout_seconds,
+            )
     except (RuntimeError, OSError) as error:
         raise WorkerError(
             "E403",
@@ -117,9 +128,7 @@ def connect(world: World, *, device: torch.device, timeout_seconds: float) -> No
             f"{str(error).splitlines()[0]}. Local runs pick a free port: unset MASTER_PORT, or set it to a "
             f"free one.",
         ) from error
-    # An agent's store outlives a failed attempt: without a prefix of their own, restarted ranks would read the
-    # addresses of the dead ones (torch.distributed's env:// does, and fails most of the time).
-    prefixed = dist.PrefixStore(f"meshwright/attempt{world.attempt}", store)
+    prefixed = dist.PrefixStore(f"meshwright/attempt-{attempt}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=prefixed, rank=world.rank, world_size=world.size, timeout=timeout)
 

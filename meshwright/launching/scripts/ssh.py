@@ -28,7 +28,8 @@ def ssh_script(job: JobRequest, hosts: Sequence[str], *, port: int, python: str,
     run = (
         f"cd {shlex.quote(job.folder)} && {gloo}exec {shlex.quote(python)} -m torch.distributed.run "
         f"--nnodes={job.nodes} --nproc-per-node={job.per_node} --max-restarts={job.restarts} "
-        f"--rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=$RUN_ID -m {job.command_line}"
+        f"--rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=$RUN_ID "
+        f"--rdzv-conf=is_host=$IS_HOST,read_timeout=300 -m {job.command_line}"
     )
     return f"""\
 #!/usr/bin/env bash
@@ -46,9 +47,12 @@ stop() {{
 }}
 trap 'stop; exit 130' INT TERM
 
+is_host=1  # said aloud: a host does not know itself by every name and address that it has
 for host in "${{hosts[@]}}"; do
+    command="${{run//\\$RUN_ID/$run_id}}"
     # -tt: what runs there ends with this connection.
-    ssh -tt -o BatchMode=yes "$host" "${{run//\\$RUN_ID/$run_id}}" </dev/null &
+    ssh -tt -o BatchMode=yes "$host" "${{command//\\$IS_HOST/$is_host}}" </dev/null &
+    is_host=0
     pids+=($!)
 done
 
