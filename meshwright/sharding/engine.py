@@ -23,6 +23,7 @@ knows nothing of optimizers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,10 +145,13 @@ class ShardingEngine:
         self._next_bucket = 0
         self._in_flight: list[BucketMemory] = []
         self._gatherer = self._make_gatherer(model) if policy.shards_parameters else None
-        for memory in self._trained:
+        # Hooks of a tensor live in C++, where Python's collector sees no cycle: one that held the engine would keep
+        # it, its model and the threads of its process groups for ever.
+        engine = weakref.ref(self)
+        for number, memory in enumerate(self._trained):
             for position, parameter in enumerate(memory.parameters):
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _p, memory=memory, position=position: self._take(memory, position)
+                    lambda _p, number=number, position=position: _take_for(engine, number, position)
                 )
 
     def _make_pools(self, device: torch.device) -> None:
@@ -451,6 +455,13 @@ class ShardingEngine:
                 memory.start_copies_sum(self.groups.replicate)  # behind the rest of the backward
             elif self._last:
                 memory.start_fetch()
+
+
+def _take_for(reference: weakref.ref[ShardingEngine], number: int, position: int) -> None:
+    """The hook of parameter `position` of trained bucket `number`: its gradient is complete."""
+    engine = reference()
+    if engine is not None:
+        engine._take(engine._trained[number], position)
 
 
 def plan_units(

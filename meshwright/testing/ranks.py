@@ -8,6 +8,7 @@ The forkserver never computes: forking a process that has run a multi-threaded p
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
@@ -147,6 +148,9 @@ def _call(rank: int, store: Any, message: bytes) -> tuple[bool, Any]:
         finally:
             if world_size > 1:
                 dist.destroy_process_group()
+            # A group lives as long as an engine refers to it, and its threads wake a hundred times a second: without
+            # this a long suite slows down with every call (engines and their hooks are cycles).
+            gc.collect()
     except BaseException:
         return False, traceback.format_exc()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -298,3 +300,20 @@ def test_a_rank_without_gradient_hangs_nobody(ranks, policy: str) -> None:
 def test_sum_of_squares_is_accurate_at_any_length(numel: int) -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     assert float(sum_of_squares(x)) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+
+
+def _engine_is_collected(mesh, policy: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = ShardingEngine(
+        model, policy=find_policy(policy), groups=mesh.data_groups(), device=torch.device("cpu")
+    )
+    seen = weakref.ref(engine)
+    del engine, model
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("policy", ["ddp", "zero2", "zero3"])
+def test_an_engine_that_nobody_uses_is_collected(ranks, policy):
+    """Hooks of parameters must not keep it: with it live its weights and the threads of its process groups."""
+    ranks.run(_engine_is_collected, 2, policy)
