@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from meshwright.comm import ops
 from meshwright.comm.log import CommLog
@@ -39,6 +40,9 @@ from meshwright.training.planning import plan_of
 from meshwright.training.precision import MASTER_DTYPES
 from meshwright.training.step import evaluate
 from meshwright.training.tree import cast_batch
+
+# On which a bare scalar loss must be a mean.
+_TRIAL_SAMPLES = 8
 
 
 class Job:
@@ -226,7 +230,15 @@ class Job:
         geometry, position = reader.geometry, self._position
         for step in range(position.step, steps):
             position.step, position.samples = step + 1, geometry.start_of(step + 1)
-            yield StepBatch(geometry, partial(self._micro_batch, reader, step))
+            yield StepBatch(
+                geometry, partial(self._micro_batch, reader, step), trial=partial(self._trial, reader)
+            )
+
+    def _trial(self, reader: Batches) -> Any:
+        """Samples spread over the dataset: the first may not be like the others."""
+        size = len(reader.dataset)
+        indices = sorted({i * size // _TRIAL_SAMPLES for i in range(_TRIAL_SAMPLES)})
+        return self.to_device(default_collate([reader.dataset[index] for index in indices]))
 
     def _micro_batch(self, reader: Batches, step: int, microbatch: int) -> Any:
         return self.to_device(reader.micro_batch(step, microbatch))

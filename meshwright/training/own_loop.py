@@ -203,7 +203,7 @@ class ShardedModel:
                 batch.geometry, seed=self.rules.seed, must_agree=self._must_agree
             )
         if self._loss is None:
-            self._loss = checked_loss(self._engine, self.loss, batch[0])
+            self._loss = checked_loss(self._engine, self.loss, batch.trial())
             if self.state.loss_scale is not None:
                 self.state.expected_count = first_count(
                     self._engine, batch[0], loss=self._loss, num_microbatches=len(batch)

@@ -42,13 +42,25 @@ class LoopRules:
 class StepBatch(Sequence[Any]):
     """This rank's part of one step: a sequence of micro-batches, read when they are asked for.
 
-    Attributes:
+    Args:
         geometry: how the global batch is cut.
+        read: micro-step -> its batch.
+        trial: a batch on which to try the loss, the same on every rank; None: the first micro-batch.
+
+    Attributes:
+        geometry: the same.
     """
 
-    def __init__(self, geometry: BatchGeometry, read: Callable[[int], Any]) -> None:
+    def __init__(
+        self, geometry: BatchGeometry, read: Callable[[int], Any], *, trial: Callable[[], Any] | None = None
+    ) -> None:
         self.geometry = geometry
         self._read = read
+        self._trial = trial
+
+    def trial(self) -> Any:
+        """A batch on which to try the loss."""
+        return self._read(0) if self._trial is None else self._trial()
 
     def __len__(self) -> int:
         return self.geometry.num_microbatches

@@ -144,6 +144,29 @@ def test_a_plan_that_cannot_be(script, plan: str, code: str, text: str) -> None:
     assert text in str(caught.value)
 
 
+def _mean(model, batch) -> torch.Tensor:
+    return model(batch[0]).square().mean()
+
+
+def _mean_of_some(model, batch) -> torch.Tensor:
+    return model(batch[0])[batch[0][:, 0] > 3].square().mean()
+
+
+def test_a_bare_mean_is_tried_on_samples_of_the_dataset(script) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(24.0).view(12, 2))
+
+    def train(loss) -> float:
+        with meshwright.job(out="out") as job:
+            model = job.build(lambda: torch.nn.Linear(2, 1), loss=loss)
+            (batch,) = job.batches(data, global_batch=4, micro_batch=1, steps=1)
+            assert len(batch) == 4  # one sample each, on which nothing could be tried
+            return model.step(batch)
+
+    assert train(_mean) > 0
+    with pytest.raises(MeshwrightError, match="E112 loss_fn returned a bare scalar that is not a mean"):
+        train(_mean_of_some)
+
+
 def test_ctrl_c_leaves_the_job_and_another_may_begin(script) -> None:
     models = []
 

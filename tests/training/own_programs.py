@@ -24,7 +24,7 @@ from meshwright.training.own_build import Site, build_model
 from meshwright.training.own_optimizer import make_own_optimizer
 from meshwright.training.own_step import LoopRules
 
-ROWS = 6  # of a global micro-batch; every tested world divides it
+ROWS = 12  # of a global micro-batch; every tested world divides it
 WIDTH = 5
 
 
