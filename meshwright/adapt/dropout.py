@@ -25,7 +25,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,12 @@ DropoutKind = Literal["stateless", "native"]
 _ALPHA = 1.7580993408473766
 
 
+class SeesCalls(Protocol):
+    """A mode that is on, and hands the calls that it does not keep to `hands_to`."""
+
+    hands_to: TorchFunctionMode | None
+
+
 class StatelessDropout:
     """The dropout of one micro-step, entered for its forwards and again for its backward.
 
@@ -54,11 +60,12 @@ class StatelessDropout:
         self._words: Tensor | None = None
 
     @contextmanager
-    def entered(self, place: MicroStep | None = None) -> Iterator[None]:
+    def entered(self, place: MicroStep | None = None, *, carrier: SeesCalls | None = None) -> Iterator[None]:
         """Within it, dropout follows `place`; torch's CPU generator is put back.
 
         Args:
             place: this rank's part of the batch that a forward gets; None for a backward.
+            carrier: a mode that is on already and hands calls on, so that each is seen once; None: a mode of its own.
 
         Raises, where a call is made:
             PlanError: E208 for a call that cannot be cut over several ranks.
@@ -68,9 +75,15 @@ class StatelessDropout:
         before = generator.get_state()
         self._prepare(place, generator)
         try:
-            with self._scope or nullcontext():
+            if carrier is None:
+                with self._scope or nullcontext():
+                    yield
+            else:
+                carrier.hands_to = self._scope
                 yield
         finally:
+            if carrier is not None:
+                carrier.hands_to = None
             self._words = generator.get_state()
             generator.set_state(before)
 

@@ -33,7 +33,6 @@ from meshwright.sharding.gatherer import tensors_in
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.normaliser import checked_loss
 from meshwright.training.own_step import (
-    BackwardWatch,
     LoopRules,
     OpenStep,
     Part,
@@ -252,7 +251,7 @@ class ShardedModel:
         step = OpenStep(self.state, self.rules, num_microbatches=num_microbatches, backwards=backwards)
         self._block = step
         try:
-            with BackwardWatch(step.run_mean):
+            with step.watch:
                 yield self
         finally:
             self._block = None

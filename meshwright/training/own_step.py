@@ -120,6 +120,7 @@ class OpenStep:
 
     Attributes:
         done: backward calls so far.
+        watch: the mode that sees them, on in the whole block.
     """
 
     def __init__(self, state: TrainState, rules: LoopRules, *, num_microbatches: int, backwards: int) -> None:
@@ -131,9 +132,11 @@ class OpenStep:
         self._num_microbatches = num_microbatches
         self._backwards = backwards
         self._kind = ""
+        self._count: float | None = None
         self._rows = 1
         self._counts_rows = True
         self._dropout: StatelessDropout | None = None
+        self.watch = BackwardWatch(self)
         self._tally = start_step(state)
         self._engine.start_microbatch(last=self._expected == 1)
 
@@ -159,20 +162,31 @@ class OpenStep:
         place = MicroStep(self._rules.seed, self._state.step, first, rows, rows * size)
         if self._dropout is None:
             self._dropout = StatelessDropout(must_agree=partial(self._group.log.must_agree, self._group.axis))
-        with self._dropout.entered(place):
+        with self._dropout.entered(place, carrier=self.watch):
             yield
 
-    def run_mean(
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Around a backward: what it runs again of the forwards draws the masks that these had."""
+        return self._dropout.entered() if self._dropout else nullcontext()
+
+    def run(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], retain_graph: bool | None
     ) -> None:
-        """What `loss.backward()` becomes: of a mean over this rank's samples.
+        """What `loss.backward()` becomes: of a mean over this rank's samples, unless `run_sum` called.
 
         Args:
             tensors: losses.
             gradients: by which each is multiplied; None: by one.
             retain_graph: as torch's.
         """
-        self._check("mean")
+        count, self._count = self._count, None
+        self._check("mean" if count is None else "sum")
+        if count is not None:
+            (total,) = tensors
+            tally = torch.tensor([float(total.detach()), count], dtype=torch.float64)
+            self._run([(total, torch.full_like(total, 1 / self._state.divisor))], None)
+            self._tally += tally
+            return
         rows, state = self._rows, self._state
         state.expected_count = float(self._num_microbatches * self._group.size * rows)
         seeds = [
@@ -188,10 +202,8 @@ class OpenStep:
 
     def run_sum(self, total: Tensor, count: Any) -> None:
         """Backward of a sum over `count` things of this rank."""
-        self._check("sum")
-        tally = torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
-        self._run([(total, torch.full_like(total, 1 / self._state.divisor))], None)
-        self._tally += tally
+        self._count = float(count)
+        total.backward()  # through the watch, which is off while it acts: hooks would pay for it
 
     def finish(self, limit: float | None) -> StepGradients:
         """The gradients of the step, to be clipped at `limit`.
@@ -228,8 +240,7 @@ class OpenStep:
         self._kind = kind
 
     def _run(self, pairs: Sequence[tuple[Tensor, Tensor]], retain_graph: bool | None) -> None:
-        scope: AbstractContextManager[None] = self._dropout.entered() if self._dropout else nullcontext()
-        with scope, backward_phase(self._engine):
+        with self.recomputing(), backward_phase(self._engine):
             tensors = [tensor for tensor, _ in pairs if tensor.requires_grad]
             if tensors:
                 seeds = [seed for tensor, seed in pairs if tensor.requires_grad]
@@ -242,21 +253,27 @@ class OpenStep:
 
 
 class BackwardWatch(TorchFunctionMode):
-    """Sees the backward calls in a user's block.
+    """Sees the backward calls in a user's block; in forwards, hands what they call to dropout's scope.
 
-    Args:
-        run: is called in their place with tensors, their gradients (None: one) and retain_graph.
+    Attributes:
+        hands_to: that scope, while a forward runs.
     """
 
-    def __init__(self, run: Callable[[list[Tensor], list[Tensor | None], bool | None], None]) -> None:
+    def __init__(self, step: OpenStep) -> None:
         super().__init__()
-        self._run = run
+        self.hands_to: TorchFunctionMode | None = None
+        self._step = step
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.backward or func is torch.autograd.backward:
+        if func in _BACKWARDS:
             return self._backward(func, *args, **(kwargs or {}))
+        if self.hands_to is not None:
+            return self.hands_to.__torch_function__(func, types, args, kwargs)
+        if func is torch.autograd.grad:
+            with self._step.recomputing():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _backward(
@@ -272,7 +289,8 @@ class BackwardWatch(TorchFunctionMode):
     ) -> None:
         gradient = grad_tensors if gradient is None else gradient
         if inputs is not None:  # a gradient of other leaves: the user's
-            func(tensors, gradient, retain_graph, create_graph, inputs=inputs)
+            with self._step.recomputing():
+                func(tensors, gradient, retain_graph, create_graph, inputs=inputs)
             return
         if create_graph:
             raise LoopError(
@@ -284,4 +302,7 @@ class BackwardWatch(TorchFunctionMode):
         gradients = [gradient] if gradient is None or isinstance(gradient, Tensor) else list(gradient)
         if len(gradients) == 1 and gradients[0] is None:
             gradients = [None] * len(tensors)
-        self._run(tensors, gradients, retain_graph)
+        self._step.run(tensors, gradients, retain_graph)
+
+
+_BACKWARDS = (Tensor.backward, torch.autograd.backward)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.sharding.harness import POLICIES
 from tests.training.own_programs import PROGRAMS, PlainLab, ShardedLab, Tower, draw
@@ -88,3 +89,48 @@ def test_low_precision_has_one_training_step_too(ranks, policy: str, precision: 
             assert loss == pytest.approx(other, rel=0.02)
         for (name, _, values), (_, _, others) in zip(whole[1], lines[1], strict=True):
             torch.testing.assert_close(values, others, rtol=0.05, atol=0.05, msg=name)
+
+
+class Recomputed(Tower):
+    """Its blocks run again in every backward, with their dropout."""
+
+    recomputes = True
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = (
+                checkpoint(self._block, block, x, use_reentrant=False)
+                if self.recomputes
+                else self._block(block, x)
+            )
+        return x
+
+    def _block(self, block: Any, x: Tensor) -> Tensor:
+        return x + self.drop(block(x))
+
+
+class Kept(Recomputed):
+    recomputes = False
+
+
+def _slopes(mesh: Any, policy: str, recomputes: bool) -> tuple[Tensor, list[tuple[str, int, Tensor]]]:
+    lab = ShardedLab(mesh, policy, seed=8)
+    model = lab.build(lambda: (Recomputed if recomputes else Kept)(dropout=0.4))
+    optimizer = lab.optimizer(model, torch.optim.SGD, lr=0.1)
+    x = lab.part(draw(3)).requires_grad_()
+    with model.accumulate():
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        out.square().mean().backward()
+    optimizer.step()
+    return slope, lab.state(model)
+
+
+@pytest.mark.parametrize("policy", ["zero1", "zero3"])
+def test_gradients_in_a_step_recompute_the_masks_of_the_forward(ranks, policy: str) -> None:
+    ((slope, pieces),) = ranks.run(_slopes, 1, "ddp", False)
+    outcomes = ranks.run(_slopes, 2, policy, True)
+    torch.testing.assert_close(torch.cat([part for part, _ in outcomes]), slope, rtol=1e-12, atol=1e-14)
+    for _, held in outcomes:
+        _check({"step": ([], pieces)}, [{"step": ([], held)}])
