@@ -97,6 +97,7 @@ def steps_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
+@pytest.mark.parity
 def test_a_slurm_job_goes_on_after_a_killed_task(run_file, tmp_path, running):
     job = meshwright.launch.slurm(run_file, nodes=1, processes_per_node=2, time="01:00:00")
     done = start(job.script, tmp_path, "srun", "scontrol", kill=True)
