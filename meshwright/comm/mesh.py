@@ -23,6 +23,7 @@ from meshwright.comm.transports.exchange import Choice, ExchangeTransport
 from meshwright.comm.transports.gloo import GlooTransport
 from meshwright.comm.transports.nccl import NcclTransport
 from meshwright.errors import PlanError, WorkerError
+from meshwright.layout.sync import SYNC_ALGORITHMS
 from meshwright.mesh import DATA_AXES, MeshSpec
 
 
@@ -153,7 +154,7 @@ class Mesh:
         log: where operations are recorded.
         device: where tensors live; decides the transport.
         axis_sets: groups to make, name to axes; every rank must ask for the same ones in the same order.
-        algorithms: collective to algorithm (see `layout/sync.py`); the others are the transport's own.
+        sync: which algorithms carry out the collectives, as in `plan.sync`.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Mesh:
         log: CommLog,
         device: torch.device,
         axis_sets: Mapping[str, Sequence[str]] | None = None,
-        algorithms: Mapping[str, str] | None = None,
+        sync: str = "native",
     ) -> None:
         if spec.world_size != world.size:
             sizes = " x ".join(f"{name} {size}" for name, size in spec.sizes().items())
@@ -175,13 +176,14 @@ class Mesh:
         self.device = device
         self.log = log
         self.coordinates = spec.coordinates(world.rank)
-        self._algorithms = dict(algorithms or {})
+        self._algorithms = SYNC_ALGORITHMS[sync]
         if self._algorithms and device.type != "cpu":
             raise PlanError(
                 "E221",
-                f"plan.sync runs collectives over messages between CPU processes, and this rank computes on {device}. "
-                f'Set plan.sync="native" on GPUs.',
+                f'plan.sync = "{sync}" runs collectives over messages between CPU processes, and this rank computes on '
+                f'{device}. Set plan.sync="native" on GPUs.',
             )
+        self._local_size = self._agreed_local_size() if self._algorithms else 1
         sets = axis_sets or self._data_axes()
         self._groups = {name: self._make_group(name, axes) for name, axes in sets.items()}
 
@@ -226,7 +228,18 @@ class Mesh:
             transport = ExchangeTransport(transport, index, len(ranks), choice)
         return Group(name, ranks, index, transport, self.log)
 
+    def _agreed_local_size(self) -> int:
+        """The largest number of processes on a host.
+
+        Hosts may run differently many, and ranks that cut a group into different nodes would run different programs.
+        """
+        if self.world.size == 1:
+            return 1
+        size = torch.tensor([self.world.local_size])
+        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        return int(size)
+
     def _ranks_per_node(self, ranks: tuple[int, ...]) -> int:
         """Neighbours of a group that share a host; 1 where they are spread."""
-        hosts = [rank // self.world.local_size for rank in ranks]
+        hosts = [rank // self._local_size for rank in ranks]
         return max(1, hosts.count(hosts[0])) if hosts == sorted(hosts) else 1

@@ -329,7 +329,11 @@ def _lock_overrides(path: Path) -> list[str]:
     sizes = [f"plan.dp={plan.mesh.dp}", f"plan.processes={plan.mesh.dp}", f"plan.zero={zero}"]
     if plan.mesh.size("dp_replicate") > 1:
         sizes.append(f"plan.hsdp={plan.mesh.size('dp_shard')}")
-    sizes.append(f"plan.ownership={plan.policy.ownership}")
+    sizes += [
+        f"plan.ownership={plan.policy.ownership}",
+        f"plan.sync={plan.sync}",
+        f"plan.offload={plan.offload}",
+    ]
     return [*sizes, f"plan.micro_batch={plan.micro_batch}", f"train.global_batch={plan.global_batch}"]
 
 

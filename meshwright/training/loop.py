@@ -25,7 +25,6 @@ from meshwright.data.batches import Batches, MapStyle, heldout_batches
 from meshwright.data.control import LastLabelOnly
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import ConfigError, NumericsError
-from meshwright.layout.sync import SYNC_ALGORITHMS
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training import header
 from meshwright.training.checkpoints import Checkpoints, Resumed, resume_lines
@@ -119,8 +118,7 @@ class Run:
         log.progress("building the model and opening data")
         source = {"slurm": "SLURM_NTASKS", "environment": "WORLD_SIZE", "single": ""}[world.source]
         self.plan = plan_of(config, world_size=world.size, world_source=source)
-        algorithms = SYNC_ALGORITHMS[self.plan.sync]
-        self.mesh = Mesh(self.plan.mesh, world, log=log, device=device, algorithms=algorithms)
+        self.mesh = Mesh(self.plan.mesh, world, log=log, device=device, sync=self.plan.sync)
         self.group = self.mesh.group("dp")
         self.task = make_task(config)
         check_same_model(self.task.model, self.group, device=device)

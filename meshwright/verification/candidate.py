@@ -26,7 +26,6 @@ from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.accounting import copies_calls, declared_calls
-from meshwright.layout.sync import SYNC_ALGORITHMS
 from meshwright.layout.uses import calls_of_uses
 from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.clip import clip_coefficient
@@ -80,8 +79,7 @@ def run_candidate(
     connect(world, device=device, timeout_seconds=2 * _WATCHDOG_SECONDS)
     try:
         with Watchdog(log, limit_seconds=_WATCHDOG_SECONDS, folder=run_dir, world_size=world.size):
-            algorithms = SYNC_ALGORITHMS[job.plan.sync]
-            mesh = Mesh(job.plan.mesh, world, log=log, device=device, algorithms=algorithms)
+            mesh = Mesh(job.plan.mesh, world, log=log, device=device, sync=job.plan.sync)
             return measure_rank(job, reference, path, groups=mesh.data_groups(), save=save, load=load)
     finally:
         disconnect()

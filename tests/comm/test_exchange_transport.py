@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from meshwright.comm import ops
+from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import Group
 from meshwright.comm.transports.exchange import Choice, ExchangeTransport
 from meshwright.errors import WorkerError
@@ -238,6 +239,19 @@ def test_a_killed_rank_is_noticed_in_seconds(ranks) -> None:
         RankError, match=r"(?s)rank 0.*noticed.*rank 1. died with exit code -9.*rank 2.*noticed"
     ):
         ranks.run(_peer_dies, 3)
+
+
+def _hosts_of_unequal_size(mesh) -> None:
+    """Two ranks on the first host, one on the second: each launcher tells its ranks another local size."""
+    world = replace(mesh.world, local_size=2 if mesh.rank < 2 else 1)
+    bound = Mesh(mesh.spec, world, log=mesh.log, device=mesh.device, sync="hierarchical")
+    x = torch.full((7,), float(mesh.rank))
+    ops.all_reduce(x, bound.group("dp"), cause="t").wait()
+    assert torch.equal(x, torch.full((7,), 3.0))
+
+
+def test_ranks_agree_on_what_a_node_is(ranks) -> None:
+    ranks.run(_hosts_of_unequal_size, 3, timeout=15)
 
 
 def _lowered(mesh) -> None:

@@ -22,7 +22,6 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.launching.verify import result_of
 from meshwright.layout.plan import TrainPlan
-from meshwright.layout.sync import SYNC_ALGORITHMS
 from meshwright.testing.ranks import RankPool
 from meshwright.verification.candidate import measure_rank
 from meshwright.verification.job import RankReport, Reference, VerifyJob
@@ -122,8 +121,7 @@ def _reference(_mesh: Any, job: VerifyJob, path: Path) -> Reference:
 
 
 def _candidate(mesh: Any, job: VerifyJob, reference: Reference, path: Path) -> RankReport:
-    algorithms = SYNC_ALGORITHMS[job.plan.sync]
-    bound = Mesh(job.plan.mesh, mesh.world, log=mesh.log, device=mesh.device, algorithms=algorithms)
+    bound = Mesh(job.plan.mesh, mesh.world, log=mesh.log, device=mesh.device, sync=job.plan.sync)
     with restored():
         return measure_rank(job, reference, path, groups=bound.data_groups())
 
