@@ -102,8 +102,9 @@ def generate(
             return Generated(chunks, lambda rank: hierarchical_program(num_ranks, rank, ranks_per_node))
         case "pairwise":
             return Generated(num_ranks, partial(pairwise_program, collective, num_ranks))
-        case _:
+        case "parameter_server":
             return Generated(num_servers, partial(server_program, num_ranks, num_servers))
+    raise AssertionError(f"{algorithm} is in ALGORITHMS and has no generator here")
 
 
 def make_exchange(
