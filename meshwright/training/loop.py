@@ -25,8 +25,8 @@ from meshwright.data.batches import Batches, MapStyle, heldout_batches
 from meshwright.data.control import LastLabelOnly
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import ConfigError, NumericsError
-from meshwright.sharding.engine import ShardingEngine
 from meshwright.training import header
+from meshwright.training.assemble import shard_model
 from meshwright.training.checkpoints import Checkpoints, Resumed, resume_lines
 from meshwright.training.config import RunConfig
 from meshwright.training.console import Console
@@ -47,11 +47,11 @@ from meshwright.training.metrics import (
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, spec_of
 from meshwright.training.planning import plan_of
-from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES, warnings_of
+from meshwright.training.precision import MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, evaluate, first_count, train_step
-from meshwright.training.task import Task, check_same_model, make_task, model_numbers
+from meshwright.training.task import Task, make_task, model_numbers
 from meshwright.training.tree import cast_batch
 
 
@@ -121,7 +121,6 @@ class Run:
         self.mesh = Mesh(self.plan.mesh, world, log=log, device=device, sync=self.plan.sync)
         self.group = self.mesh.group("dp")
         self.task = make_task(config)
-        check_same_model(self.task.model, self.group, device=device)
         self.state = self._make_state()
         self._use_geometry(self._geometry())
         self.total_steps = self._total_steps(self.task)
@@ -145,15 +144,6 @@ class Run:
         return spec_of(self.config.train.optimizer)
 
     def _make_state(self) -> TrainState:
-        engine = ShardingEngine(
-            self.task.model,
-            policy=self.plan.policy,
-            groups=self.mesh.data_groups(),
-            device=self.device,
-            initialiser=self.task.initialiser,
-            compute_dtype=COMPUTE_DTYPES[self.plan.precision],
-            offload=self.plan.offload == "optimizer",
-        )
         kind, plan = self.config.train.dropout, self.plan
         for text in warnings_of(plan, self.device):
             self.console.line(text)
@@ -164,7 +154,14 @@ class Run:
             num_microbatches=plan.num_microbatches,
         ):
             self.console.line(text)
-        registry.install(self.task.model, engine, dropout_kind=kind)
+        engine = shard_model(
+            self.task.model,
+            plan,
+            self.mesh.data_groups(),
+            device=self.device,
+            initialiser=self.task.initialiser,
+            dropout=kind,
+        )
         scale = LossScale() if plan.precision == "fp16" else None
         return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards), loss_scale=scale)
 

@@ -1,6 +1,7 @@
 """From a user's function to a sharded model of a user's own loop.
 
-Owns the order: build under the seed, compare over ranks, shard, adapt. Must not know optimizers, data or scripts.
+Owns the build under the seed, and what is said about it; sharding is `assemble.py`'s. Must not know optimizers, data or
+scripts.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import torch
 from meshwright.adapt import registry
 from meshwright.comm.mesh import Mesh
 from meshwright.layout.plan import TrainPlan
-from meshwright.sharding.engine import ShardingEngine
+from meshwright.training.assemble import shard_model
 from meshwright.training.initialise import call_build, first_values
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.own_loop import ShardedModel
 from meshwright.training.own_step import LoopRules
-from meshwright.training.precision import COMPUTE_DTYPES, to_master, warnings_of
+from meshwright.training.precision import to_master, warnings_of
 from meshwright.training.state import TrainState
-from meshwright.training.task import check_same_model
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,17 @@ def build_model(
     to_master(module, plan.precision)
     initialiser = first_values(build, module, rules.seed)
     group = mesh.group("dp")
-    check_same_model(module, group, device=mesh.device)
-    engine = ShardingEngine(
-        module,
-        policy=plan.policy,
-        groups=mesh.data_groups(),
-        device=mesh.device,
-        initialiser=initialiser,
-        compute_dtype=COMPUTE_DTYPES[plan.precision],
-        offload=plan.offload == "optimizer",
-    )
     texts = registry.warnings_of(module, dropout_kind=rules.dropout, num_ranks=group.size, num_microbatches=1)
     for text in [*warnings_of(plan, mesh.device), *texts]:
         say(text)
-    registry.install(module, engine, dropout_kind=rules.dropout)
+    engine = shard_model(
+        module,
+        plan,
+        mesh.data_groups(),
+        device=mesh.device,
+        initialiser=initialiser,
+        dropout=rules.dropout,
+    )
     # Optimizers come later, and each is tied to the model by its hooks.
     scale = LossScale() if plan.precision == "fp16" else None
     state = TrainState(engine, ShardedOptimizer(OptimizerSpec(), []), loss_scale=scale)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.adapt import registry
 from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
@@ -27,15 +26,16 @@ from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.accounting import copies_calls, declared_calls
 from meshwright.layout.uses import calls_of_uses
-from meshwright.sharding.engine import ShardingEngine, ShardParameter
+from meshwright.sharding.engine import ShardParameter
+from meshwright.training.assemble import shard_model
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import ShardedOptimizer, spec_of
-from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES
+from meshwright.training.precision import MASTER_DTYPES
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, train_step
-from meshwright.training.task import Task, check_same_model
+from meshwright.training.task import Task
 from meshwright.training.tree import cast_batch
 from meshwright.verification.contributions import Contributions
 from meshwright.verification.handover import load_rank, save_rank
@@ -101,18 +101,15 @@ def measure_rank(
 def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: float | None) -> CandidateRank:
     """The product path from a task to a state that can be trained."""
     plan, chosen, group = job.plan, job.config.train.optimizer, groups.all
-    check_same_model(task.model, group)
-    engine = ShardingEngine(
+    kind = job.config.train.dropout
+    engine = shard_model(
         task.model,
-        policy=plan.policy,
-        groups=groups,
+        plan,
+        groups,
         device=torch.device("cpu"),
         initialiser=task.initialiser,
-        compute_dtype=COMPUTE_DTYPES[plan.precision],
-        offload=plan.offload == "optimizer",
+        dropout=kind,
     )
-    kind = job.config.train.dropout
-    registry.install(task.model, engine, dropout_kind=kind)
     spec = spec_of(chosen)
     geometry = BatchGeometry(
         global_batch=plan.global_batch,

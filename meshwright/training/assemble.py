@@ -1,0 +1,53 @@
+"""From a module to a sharded one that trains by a plan: the one way, for `train`, own loops and the run under `verify`.
+
+Owns the order: compare over ranks, shard, adapt. Must not know where the module comes from, nor optimizers or data.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.adapt import registry
+from meshwright.comm.ops import DataGroups
+from meshwright.layout.plan import TrainPlan
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.sharding.memory import Initialiser
+from meshwright.training.precision import COMPUTE_DTYPES
+from meshwright.training.task import check_same_model
+
+
+def shard_model(
+    model: nn.Module,
+    plan: TrainPlan,
+    groups: DataGroups,
+    *,
+    device: torch.device,
+    initialiser: Initialiser | None,
+    dropout: str,
+) -> ShardingEngine:
+    """Shard `model` in place over `groups`, and swap the calls that would depend on the mesh.
+
+    Args:
+        model: the same on every rank, with parameters of the plan's master type.
+        plan: its policy, precision and offload.
+        groups: the data-parallel ranks.
+        device: where this rank computes.
+        initialiser: values of parameters on the meta device.
+        dropout: `stateless` or `native`.
+
+    Raises:
+        PlanError: E113 when ranks built different models; what sharding and adapting refuse.
+    """
+    check_same_model(model, groups.all, device=device)
+    engine = ShardingEngine(
+        model,
+        policy=plan.policy,
+        groups=groups,
+        device=device,
+        initialiser=initialiser,
+        compute_dtype=COMPUTE_DTYPES[plan.precision],
+        offload=plan.offload == "optimizer",
+    )
+    registry.install(model, engine, dropout_kind=dropout)
+    return engine
