@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.adapt import registry
+from meshwright.adapt.dropout import DropoutKind
 from meshwright.comm.ops import DataGroups
 from meshwright.layout.plan import TrainPlan
 from meshwright.sharding.engine import ShardingEngine
@@ -24,7 +25,7 @@ def shard_model(
     *,
     device: torch.device,
     initialiser: Initialiser | None,
-    dropout: str,
+    dropout: DropoutKind,
 ) -> ShardingEngine:
     """Shard `model` in place over `groups`, and swap the calls that would depend on the mesh.
 
