@@ -23,7 +23,10 @@ from typing import Any
 
 import cloudpickle
 
-PRELOAD = ["torch", "torch.distributed", "numpy", "meshwright.training.step", "meshwright.testing.reference"]
+from meshwright.launching.local import PRELOAD
+
+# A process has one forkserver: what this pool loads into it is all that workers of `run_local` start with too.
+_PRELOAD = (*PRELOAD, "meshwright.training.step", "meshwright.testing.reference")
 
 
 @dataclass
@@ -43,7 +46,7 @@ class RankPool:
         method = "forkserver" if sys.platform.startswith("linux") else "spawn"
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            self._context.set_forkserver_preload(PRELOAD)
+            self._context.set_forkserver_preload(list(_PRELOAD))
         self._ranks: dict[int, _Rank] = {}
         self._num_calls = 0
         self._store: Any = None
