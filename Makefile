@@ -10,6 +10,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,test]'
+	$(BIN)/python -m compileall -q meshwright  # so that no process of a run compiles it anew
 	@touch $@
 
 demo: $(STAMP)      ## a language model learns from real text on 2 local processes (< 60 s)
