@@ -164,6 +164,33 @@ CATALOGUE = (
         "Mend what the message names; the script can be written by --out and started elsewhere.",
     ),
     CodeEntry(
+        "E133",
+        "an operation that a task graph cannot hold",
+        "The model was traced, and one of its operations is no op of torch (a region of another kind, a library that "
+        "is not imported). A graph names ops by what they are called in torch.",
+        "Import the library that brings the op, or write the region with ops of torch.",
+    ),
+    CodeEntry(
+        "E134",
+        "a size that the graph has no formula for",
+        "Costs are formulas of batch and sequence. The code of this model fixes one of them, so its graph holds for "
+        "the size at capture only.",
+        "Capture the model at the size you want.",
+    ),
+    CodeEntry(
+        "E135",
+        "not a task graph",
+        "The file is no JSON, has another format, or lacks a part of a task graph.",
+        "The message says which part; write the file anew from the model.",
+    ),
+    CodeEntry(
+        "E136",
+        "a graph that cannot be executed",
+        "The graph tells what a model costs, and lacks what is needed to run it: values of a constant, or operations "
+        "instead of whole modules.",
+        "Capture the model again with values, or make the constant a buffer of the model.",
+    ),
+    CodeEntry(
         "E200",
         "the mesh does not have as many ranks as were started",
         "pp x dp x cp x tp must be the number of processes; ep lies inside dp x cp and does not multiply.",

@@ -13,10 +13,10 @@ import meshwright
 
 TORCH_FREE = """
 import importlib, pkgutil, sys
-import meshwright, meshwright.layout, meshwright.presets
+import meshwright, meshwright.graph, meshwright.layout, meshwright.presets
 names = ["meshwright.errors", "meshwright.mesh", "meshwright.training.config", "meshwright.cli.main",
          "meshwright.launching"]
-for package in (meshwright.layout, meshwright.presets):
+for package in (meshwright.graph, meshwright.layout, meshwright.presets):
     names += [package.__name__ + "." + module.name for module in pkgutil.iter_modules(package.__path__)]
 for name in names:
     importlib.import_module(name)

@@ -1,0 +1,1 @@
+"""A model as plain data: tasks, values and their costs as formulas of batch and sequence. Imports no torch."""
