@@ -27,6 +27,7 @@ test: $(STAMP)      ## lint, types and all tests (< 8 min on 2 cores)
 parity: $(STAMP)    ## full products of the parity and fault tests; resumable, table in docs/parity.md
 	$(BIN)/python -m tests.parity.matrix
 	$(BIN)/python -m tests.parity.faults
+	$(BIN)/python -m tests.parity.faults --transport shm
 	$(BIN)/python -m tests.parity.trials
 	$(BIN)/python -m pytest -m parity
 

@@ -8,6 +8,9 @@ neither clip nor log.
     python benchmarks/data_parallel.py b --only ddp            one family, where memory does not hold all
     python benchmarks/data_parallel.py b --memory              peak resident memory, one candidate a process pair
 
+Ours runs over Gloo, and over shared memory ("shm"). "limit" is the same local work, sharded optimizer included, with
+collectives that do nothing: what no transport can beat.
+
 DeepSpeed joins where it is installed (pip install --no-deps deepspeed; hjson msgpack ninja py-cpuinfo einops).
 """
 
@@ -18,7 +21,9 @@ import logging
 import os
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,8 @@ from harness import WORKLOADS, Timing, Workload, launch, race, resident_peak_mb
 from meshwright.adapt import linear
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World
+from meshwright.comm.ops import DataGroups
+from meshwright.comm.transports.base import Work
 from meshwright.comm.watchdog import Watchdog
 from meshwright.layout.policy import find_policy
 from meshwright.mesh import MeshSpec
@@ -41,15 +48,23 @@ from meshwright.training.step import train_step
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FAMILIES = {
-    "ddp": ["torch ddp", "meshwright ddp"],
-    "zero1": ["zero redundancy optimizer", "deepspeed zero1", "meshwright zero1"],
-    "zero3": ["fsdp2", "deepspeed zero3", "meshwright zero3"],
+    "ddp": ["torch ddp", "meshwright ddp", "meshwright ddp shm", "meshwright ddp limit"],
+    "zero1": [
+        "zero redundancy optimizer",
+        "deepspeed zero1",
+        "meshwright zero1",
+        "meshwright zero1 shm",
+        "meshwright zero1 limit",
+    ],
+    "zero3": [
+        "fsdp2",
+        "deepspeed zero3",
+        "meshwright zero3",
+        "meshwright zero3 shm",
+        "meshwright zero3 limit",
+    ],
 }
-PEER_OF = {
-    "meshwright ddp": "torch ddp",
-    "meshwright zero1": "zero redundancy optimizer",
-    "meshwright zero3": "fsdp2",
-}
+PEERS = {"ddp": "torch ddp", "zero1": "zero redundancy optimizer", "zero3": "fsdp2"}
 Step = Callable[[], float]
 
 
@@ -57,8 +72,46 @@ def loss_of(workload: Workload) -> Any:
     return classification_loss if workload.seq_len == 0 else language_model_loss
 
 
+class Nothing:
+    """A transport that communicates nothing; sums are as if every rank had what this one has, for the step's few."""
+
+    name = "nothing"
+    scratch_bytes = 0
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        if tensor.dtype == torch.float64:
+            tensor.mul_(self._size)
+        return Work(())
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> None:
+        return None
+
+    def nothing(self, *_: object) -> Work:
+        return Work(())
+
+    reduce = reduce_scatter = all_gather = broadcast = all_to_all = nothing
+    send = receive = barrier = nothing
+
+    def lowered(self, op: str, nbytes: int, index: int = 0) -> Counter[str]:
+        return Counter()
+
+
+def without_communication(groups: DataGroups) -> DataGroups:
+    silent = {name: replace(group, transport=Nothing(group.size)) for name, group in vars(groups).items()}
+    return DataGroups(**silent)
+
+
 def ours(
-    policy: str, workload: Workload, rank: int, world_size: int, bucket_bytes: int | None = None
+    policy: str,
+    workload: Workload,
+    rank: int,
+    world_size: int,
+    *,
+    transport: str = "gloo",
+    bucket_bytes: int | None = None,
 ) -> Step:
     folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
     log = CommLog(rank, world_size, ring_path(folder / "events", rank))
@@ -68,11 +121,13 @@ def ours(
         World(rank=rank, size=world_size),
         log=log,
         device=torch.device("cpu"),
+        transport="gloo" if transport == "limit" else transport,
     )
+    groups = mesh.data_groups()
     engine = ShardingEngine(
         workload.model(),
         policy=find_policy(policy, bucket_bytes=bucket_bytes),
-        groups=mesh.data_groups(),
+        groups=without_communication(groups) if transport == "limit" else groups,
         device=torch.device("cpu"),
     )
     linear.install(engine.model, engine)
@@ -180,8 +235,11 @@ def deepspeed(stage: int, workload: Workload, rank: int) -> Step:
 
 def make(name: str, workload: Workload, rank: int, world_size: int) -> Step:
     if name.startswith("meshwright"):
-        _, policy, *bucket_mib = name.split()  # e.g. "meshwright ddp 8" for buckets of 8 MiB
-        return ours(policy, workload, rank, world_size, *(int(mib) << 20 for mib in bucket_mib))
+        _, policy, *rest = name.split()  # e.g. "meshwright ddp shm 8" for buckets of 8 MiB
+        transport = next((word for word in rest if not word.isdigit()), "gloo")
+        mib = next((int(word) for word in rest if word.isdigit()), None)
+        size = mib << 20 if mib else None
+        return ours(policy, workload, rank, world_size, transport=transport, bucket_bytes=size)
     if name == "fsdp2":
         return fsdp2(workload, rank, world_size)
     if name.startswith("deepspeed"):
@@ -221,16 +279,19 @@ def print_race(
     rounds = len(next(iter(timings.values())).wall)
     print(f"\n### {workload.name}: {workload.about}; {rounds} rounds{', pinned' if pinned else ''}\n")
     print(
-        "| candidate | ms (median) | min..max | CPU ms a rank | MB on loopback | times the peer's speed | loss |"
+        "| candidate | ms (median) | min..max | CPU ms a rank | MB on loopback | times the peer's speed | "
+        "times the limit's time | loss |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name, timing in timings.items():
-        peer = timings.get(PEER_OF.get(name, ""))
-        ratio = f"{peer.median / timing.median:.2f}x" if peer else ""
+        policy = name.split()[1] if name.startswith("meshwright") else ""
+        peer, limit = timings.get(PEERS.get(policy, "")), timings.get(f"meshwright {policy} limit")
+        ratio = f"{peer.median / timing.median:.2f}x" if peer and not name.endswith("limit") else ""
+        over = f"{timing.median / limit.median:.2f}" if limit else ""
         cpu, sent = sorted(timing.cpu)[rounds // 2], sorted(timing.loopback)[rounds // 2]
         print(
             f"| {name} | {timing.median:.1f} | {min(timing.wall):.1f}..{max(timing.wall):.1f} | {cpu:.1f} | "
-            f"{sent:.1f} | {ratio} | {losses[name]:.5f} |"
+            f"{sent:.1f} | {ratio} | {over} | {losses[name]:.5f} |"
         )
 
 

@@ -283,6 +283,13 @@ CATALOGUE = (
         "Take a plan.sync that the message names, or plan.zero=0.",
     ),
     CodeEntry(
+        "E224",
+        "a transport that cannot carry this plan",
+        'plan.transport = "shm" is for CPU processes of one host on x86-64 Linux; "gloo" for CPU processes, "nccl" for '
+        "GPUs.",
+        'Set plan.transport = "auto": it takes NCCL on GPUs, shared memory where ranks share a host, else Gloo.',
+    ),
+    CodeEntry(
         "E230",
         "a pipeline schedule that does not exist",
         "No schedule has this name, or its numbers make none: ranks, micro-batches and chunks are at least 1, and only "
@@ -322,6 +329,13 @@ CATALOGUE = (
         "unsupported platform",
         "Training runs on Linux and macOS.",
         "On Windows use WSL: wsl --install, then install inside it.",
+    ),
+    CodeEntry(
+        "E407",
+        "no shared memory to be had",
+        "Ranks of one host communicate through anonymous shared memory (memfd, not /dev/shm), and the system refused "
+        "the size that the message names: a limit on file size, address space or open files.",
+        'Raise the limit (ulimit -f, -v, -n), or set plan.transport = "gloo".',
     ),
     CodeEntry(
         "E501",
@@ -484,6 +498,13 @@ CATALOGUE = (
         "On CPU processes the device's memory is the host's. The run is exact, with one more copy of weights and "
         "gradients.",
         "Leave plan.offload out; plan.zero = 1 to 3 cut the optimizer's state over ranks.",
+    ),
+    CodeEntry(
+        "W401",
+        "ranks of one host communicate by Gloo",
+        "They could share memory, which is several times faster, but for what the message names: another processor "
+        "than x86-64, a limit, or processes that may not open each other's memory (/proc/PID/fd).",
+        'Remove what the message names; or set plan.transport = "gloo", which says nothing.',
     ),
     CodeEntry(
         "W501",

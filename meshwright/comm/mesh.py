@@ -22,7 +22,10 @@ from meshwright.comm.transports.base import Transport
 from meshwright.comm.transports.exchange import Choice, ExchangeTransport
 from meshwright.comm.transports.gloo import GlooTransport
 from meshwright.comm.transports.nccl import NcclTransport
+from meshwright.comm.transports.shared import SharedTransport
+from meshwright.comm.transports.shared_connect import Refusal, SharedHost, share_memory
 from meshwright.errors import PlanError, WorkerError
+from meshwright.layout.plan import TransportName
 from meshwright.layout.sync import SYNC_ALGORITHMS
 from meshwright.mesh import DATA_AXES, MeshSpec
 
@@ -145,6 +148,19 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
+def check_transport(transport: TransportName, device: torch.device) -> None:
+    """Raise E224 where `transport` carries nothing between devices of this kind."""
+    on_gpu = device.type == "cuda"
+    if transport == "auto" or on_gpu == (transport == "nccl"):
+        return
+    what = "GPUs (cuda)" if on_gpu else "CPU processes"
+    raise PlanError(
+        "E224",
+        f'plan.transport = "{transport}" carries nothing between {what}. Set plan.transport="auto", or '
+        f"{'nccl' if on_gpu else 'gloo or shm'}.",
+    )
+
+
 class Mesh:
     """A MeshSpec bound to this process: its coordinates, and its groups.
 
@@ -155,6 +171,11 @@ class Mesh:
         device: where tensors live; decides the transport.
         axis_sets: groups to make, name to axes; every rank must ask for the same ones in the same order.
         sync: which algorithms carry out the collectives, as in `plan.sync`.
+        transport: what carries them, as in `plan.transport`.
+
+    Attributes:
+        transport: what was asked for.
+        warnings: W401 where ranks of one host could not share memory.
     """
 
     def __init__(
@@ -166,6 +187,7 @@ class Mesh:
         device: torch.device,
         axis_sets: Mapping[str, Sequence[str]] | None = None,
         sync: str = "native",
+        transport: TransportName = "gloo",
     ) -> None:
         if spec.world_size != world.size:
             sizes = " x ".join(f"{name} {size}" for name, size in spec.sizes().items())
@@ -183,9 +205,19 @@ class Mesh:
                 f'plan.sync = "{sync}" runs collectives over messages between CPU processes, and this rank computes on '
                 f'{device}. Set plan.sync="native" on GPUs.',
             )
+        check_transport(transport, device)
+        self.transport = transport
+        self._host = SharedHost()
+        self._sharing: list[SharedTransport] = []
+        self.warnings: list[str] = []
         self._local_size = self._agreed_local_size() if self._algorithms else 1
         sets = axis_sets or self._data_axes()
         self._groups = {name: self._make_group(name, axes) for name, axes in sets.items()}
+
+    def close(self) -> None:
+        """Take part no more: peers that still wait for this rank get an error. Not needed where a process ends."""
+        for transport in self._sharing:
+            transport.close()
 
     def group(self, name: str) -> Group:
         """The group called `name`, e.g. `dp`: every rank over which a replicated gradient is summed."""
@@ -220,13 +252,38 @@ class Mesh:
             made = {group: dist.new_group(list(group)) for group in self.spec.groups(axes)}
             process_group = made[ranks]
         assert process_group is not None, f"group {name} of ranks {ranks} has no process group: not connected"
-        kind: type[NcclTransport] | type[GlooTransport]
-        kind = NcclTransport if self.device.type == "cuda" else GlooTransport
-        transport: Transport = kind(process_group, index, len(ranks))
+        transport = self._make_transport(process_group, ranks, index)
         if self._algorithms:
             choice = Choice(self._algorithms, ranks_per_node=self._ranks_per_node(ranks))
             transport = ExchangeTransport(transport, index, len(ranks), choice)
         return Group(name, ranks, index, transport, self.log)
+
+    def _make_transport(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int) -> Transport:
+        if self.device.type == "cuda":
+            return NcclTransport(group, index, len(ranks))
+        if self.transport in ("auto", "shm"):
+            shared = share_memory(self._host, group, ranks, index)
+            if isinstance(shared, SharedTransport):
+                self._sharing.append(shared)
+                return shared
+            self._refused(shared)
+        return GlooTransport(group, index, len(ranks))
+
+    def _refused(self, refusal: Refusal) -> None:
+        """Raise where shared memory was asked for; else say what it was that kept ranks of one host from it."""
+        if self.transport == "shm":
+            if refusal.error is not None:
+                raise refusal.error
+            raise PlanError(
+                "E224",
+                f'plan.transport = "shm" is for ranks that share memory. {refusal.text}. Set plan.transport="auto", '
+                f"which takes Gloo there.",
+            )
+        if refusal.is_one_host:
+            self.warnings.append(
+                f"W401 ranks of this host do not share memory, and communicate by Gloo, several times slower. "
+                f"{refusal.text}"
+            )
 
     def _agreed_local_size(self) -> int:
         """The largest number of processes on a host.

@@ -61,6 +61,15 @@ class DataGroups:
         """One copy over all of `group`."""
         return cls(group, group, alone("dp_replicate", group))
 
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros (1-D) that travel: in memory of `device`, where collectives of these groups are fastest."""
+        if device.type == "cpu":
+            for group in (self.shard, self.replicate, self.all):
+                memory = None if group.transport is None else group.transport.allocate(numel, dtype)
+                if memory is not None:
+                    return memory
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the distinct axes, for the log."""

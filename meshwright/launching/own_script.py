@@ -39,7 +39,7 @@ class JobOptions(TypedDict, total=False):
     hsdp: int
     ownership: Literal["flat", "whole"]
     micro_batch: int
-    transport: Literal["auto", "gloo", "nccl"]
+    transport: Literal["auto", "gloo", "shm", "nccl"]
     precision: Precision
     seed: int
     deterministic: bool

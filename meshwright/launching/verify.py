@@ -274,11 +274,12 @@ def result_of(
     precision = PRECISION_WORDS[job.plan.precision]
     if reference.asks_for_float32:
         precision += ", also where the model asks for float32"
+    transport = ", ".join(sorted({report.transport for report in ranks}))
     sizes = Sizes(job.plan.mesh.dp, job.plan.num_microbatches, job.steps, job.plan.policy.name)
     return VerifyResult(
         checks=judge(reference, ranks, sizes),
         reference=f"one process, {precision}",
-        candidate=f"{job.plan.describe()} on {job.plan.mesh.world_size} CPU processes (gloo)",
+        candidate=f"{job.plan.describe()} on {job.plan.mesh.world_size} CPU processes ({transport})",
         model=model,
         seconds=seconds,
         peak_memory_bytes={
@@ -332,6 +333,7 @@ def _lock_overrides(path: Path) -> list[str]:
     sizes += [
         f"plan.ownership={plan.policy.ownership}",
         f"plan.sync={plan.sync}",
+        f"plan.transport={plan.transport}",
         f"plan.offload={plan.offload}",
     ]
     return [*sizes, f"plan.micro_batch={plan.micro_batch}", f"train.global_batch={plan.global_batch}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.layout.plan import Offload, Precision, TrainPlan
+from meshwright.layout.plan import Offload, Precision, TrainPlan, TransportName
 from meshwright.layout.policy import Ownership, ShardingPolicy, find_policy
 from meshwright.layout.sync import check_sync
 from meshwright.mesh import MeshSpec
@@ -25,6 +25,7 @@ class PlanRequest:
         hsdp: ranks that share one copy of the model; None: all.
         ownership: `flat` shards cut anywhere, or `whole` parameters on one owner.
         sync: which algorithms carry out the collectives.
+        transport: what carries them.
     """
 
     policy: str | int = "ddp"
@@ -36,6 +37,7 @@ class PlanRequest:
     hsdp: int | None = None
     ownership: Ownership = "flat"
     sync: str = "native"
+    transport: TransportName = "auto"
 
 
 def make_plan(
@@ -81,6 +83,7 @@ def make_plan(
         precision=request.precision,
         offload=request.offload,
         sync=request.sync,
+        transport=request.transport,
     )
 
 

@@ -12,6 +12,7 @@ from meshwright.mesh import MeshSpec
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer"]
+TransportName = Literal["auto", "gloo", "shm", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class TrainPlan:
             and sums of gradients are float32.
         offload: what lives in host memory: nothing, or the masters and the optimizer's state.
         sync: which algorithms carry out the collectives, a name of `layout/sync.py`.
+        transport: what carries them; `auto` is NCCL between GPUs, shared memory between CPU processes of one host,
+            else Gloo.
     """
 
     mesh: MeshSpec
@@ -38,6 +41,7 @@ class TrainPlan:
     precision: Precision = "fp32"
     offload: Offload = "none"
     sync: str = "native"
+    transport: TransportName = "auto"
 
     def describe(self) -> str:
         """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`; `2 copies of zero3x4`, `whole zero1x2`."""
@@ -47,7 +51,8 @@ class TrainPlan:
         name = f"{copies} copies of {name}" if copies > 1 else name
         parts = [name, f"micro {self.micro_batch} x accumulate {self.num_microbatches}", self.precision]
         parts += ["optimizer in host memory"] if self.offload == "optimizer" else []
-        return " · ".join([*parts, *([f"sync {self.sync}"] if self.sync != "native" else [])])
+        parts += [f"sync {self.sync}"] if self.sync != "native" else []
+        return " · ".join([*parts, *([f"transport {self.transport}"] if self.transport != "auto" else [])])
 
     def to_json(self) -> str:
         """Stable JSON, the inverse of `from_json`."""

@@ -130,7 +130,7 @@ class ShardingEngine:
         self.memories = [memory for memories in self._unit_memories for memory in memories]
         with torch.no_grad():
             for memory in self.memories:
-                memory.allocate(place_of(memory.bucket, device), initialiser)
+                memory.allocate(place_of(memory.bucket, device), initialiser, groups)
             bucketed = {parameter for memory in self.memories for parameter in memory.parameters}
             move_parameters(model, device, initialiser, compute_dtype, leave_out=bucketed)
             move_buffers(model, device)
@@ -160,10 +160,13 @@ class ShardingEngine:
         own_root = self.policy.shards_parameters
         summing = [(u, m) for u, memories in by_unit for m in memories if m.sums_in_shard]
         gathering = [(u, m) for u, memories in by_unit for m in memories if m.transient]
+        reduced = partial(self.groups.allocate, device=device)
         self._gradient_pools = make_pools(
-            summing, device, own_root=own_root, dtype_of=lambda m: m.master_dtype
+            summing, reduced, own_root=own_root, dtype_of=lambda m: m.master_dtype
         )
-        self._weight_pools = make_pools(gathering, device, own_root=own_root, dtype_of=lambda m: m.dtype)
+        # Flat shards are read where they are; whole ones travel from their owner's gathered weights.
+        gathered = reduced if self.policy.ownership == "whole" else partial(torch.zeros, device=device)
+        self._weight_pools = make_pools(gathering, gathered, own_root=own_root, dtype_of=lambda m: m.dtype)
 
     def _make_shards(self) -> None:
         self._shards_of: dict[BucketMemory, list[ShardParameter]] = {memory: [] for memory in self._trained}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from meshwright.sharding.host import HostCopies, HostShard
 
 # (name, start, stop, dtype) -> values of the flat elements [start, stop) of a parameter built on the meta device
 Initialiser = Callable[[str, int, int, torch.dtype], Tensor]
+# numel -> zeros (1-D)
+Allocator = Callable[[int], Tensor]
 
 
 class BufferPool:
@@ -24,17 +27,16 @@ class BufferPool:
     buffer returns here only when nobody reads or writes it any more.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, numel: int, allocate: Allocator) -> None:
         self.numel = numel
-        self._dtype = dtype
-        self._device = device
+        self._allocate = allocate
         self._free: list[Tensor] = []
         self.buffers: list[Tensor] = []
 
     def take(self) -> Tensor:
         """A buffer of `numel` elements with unspecified values."""
         if not self._free:
-            buffer = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+            buffer = self._allocate(self.numel)
             self.buffers.append(buffer)
             return buffer
         return self._free.pop()
@@ -123,9 +125,14 @@ class BucketMemory:
         """The parts of parameters that this rank updates."""
         return self.bucket.owned(self.owner_index, self.owner_count)
 
-    def allocate(self, device: torch.device, initialiser: Initialiser | None) -> None:
-        """Move the parameters' values into flat memory and make the parameters views of it."""
-        flat = torch.zeros(self.bucket.numel, dtype=self.dtype, device=device)
+    def allocate(self, device: torch.device, initialiser: Initialiser | None, groups: DataGroups) -> None:
+        """Move the parameters' values into flat memory and make the parameters views of it.
+
+        What collectives of `groups` read or write is allocated by them.
+        """
+        travels = self.bucket.trainable and self.policy.after_step == "all_gather"
+        allocate = partial(groups.allocate if travels else torch.zeros, dtype=self.dtype, device=device)
+        flat = allocate(self.bucket.numel)
         self._allocate_masters(device)
         views = self._views(flat)
         for parameter, spec in zip(self.parameters, self.bucket.parameters, strict=True):
@@ -136,7 +143,10 @@ class BucketMemory:
                 self._fill(flat, spec, initialiser)
         self._bound: dict[int, list[Tensor]] = {}
         if self.transient:
-            self.weight_shard = flat[self.shard_slice].clone()
+            self.weight_shard = groups.allocate(
+                flat[self.shard_slice].numel(), dtype=self.dtype, device=device
+            )
+            self.weight_shard.copy_(flat[self.shard_slice])
             flat.untyped_storage().resize_(0)
             self._without_memory = views
         else:
@@ -146,7 +156,7 @@ class BucketMemory:
         for view, parameter in zip(views, self.parameters, strict=True):
             give_memory(parameter, view)
         if self.bucket.trainable:
-            self._allocate_gradients(device)
+            self._allocate_gradients(partial(groups.allocate, dtype=self.master_dtype, device=device))
 
     def _allocate_masters(self, device: torch.device) -> None:
         """Memory for what the optimizer updates, where that is not the weights."""
@@ -177,14 +187,12 @@ class BucketMemory:
         for start, stop in spans:
             self._put(flat, spec, start, initialiser(spec.name, start, stop, self.master_dtype).reshape(-1))
 
-    def _allocate_gradients(self, device: torch.device) -> None:
-        numel = self.bucket.numel
+    def _allocate_gradients(self, allocate: Allocator) -> None:
         if self.policy.shards_gradients and self.bucket.num_shards > 1:
             self.sums_in_shard = True
-            shard_numel = self.bucket.shard_numel(self.owner_index)
-            self.gradient_shard = torch.zeros(shard_numel, dtype=self.master_dtype, device=device)
+            self.gradient_shard = allocate(self.bucket.shard_numel(self.owner_index))
             return
-        self.gradients = torch.zeros(numel, dtype=self.master_dtype, device=device)
+        self.gradients = allocate(self.bucket.numel)
         self.gradient_views = self._views(self.gradients)
         self.gradient_shard = self.gradients[self.shard_slice]
 

@@ -8,9 +8,10 @@ a model would have to be cut by device.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.layout.bucket import Bucket, Unit
@@ -94,24 +95,25 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def make_pools(
     owners: list[tuple[Unit, BucketMemory]],
-    device: torch.device,
+    allocate: Callable[..., Tensor],
     *,
     own_root: bool,
     dtype_of: Callable[[BucketMemory], torch.dtype],
 ) -> dict[BucketMemory, BufferPool]:
     """A pool for each (element type, trained or not) that blocks share; with `own_root` one for each root bucket.
 
-    The root is open during the whole backward, so it has a buffer of its size.
+    The root is open during the whole backward, so it has a buffer of its size. `allocate(numel, dtype=...)` gives a
+    buffer.
     """
     shared: dict[tuple[torch.dtype, bool], list[BucketMemory]] = {}
     pools: dict[BucketMemory, BufferPool] = {}
     for unit, memory in owners:
         if unit.is_root and own_root:
-            pools[memory] = BufferPool(memory.bucket.numel, dtype_of(memory), device)
+            pools[memory] = BufferPool(memory.bucket.numel, partial(allocate, dtype=dtype_of(memory)))
         else:
             shared.setdefault((dtype_of(memory), memory.bucket.trainable), []).append(memory)
     for (dtype, _), memories in shared.items():
-        pool = BufferPool(max(memory.bucket.numel for memory in memories), dtype, device)
+        pool = BufferPool(max(memory.bucket.numel for memory in memories), partial(allocate, dtype=dtype))
         pools |= dict.fromkeys(memories, pool)
     return pools
 

@@ -24,6 +24,7 @@ from typing import Any
 import cloudpickle
 
 from meshwright.launching.local import PRELOAD
+from meshwright.layout.plan import TransportName
 
 # A process has one forkserver: what this pool loads into it is all that workers of `run_local` start with too.
 _PRELOAD = (*PRELOAD, "meshwright.training.step", "meshwright.testing.reference")
@@ -39,7 +40,7 @@ class RankPool:
     """Warm ranks for a whole test suite.
 
     `pool.run(function, n, *args)` calls `function(mesh, *args)` on n ranks, where `mesh` is a one-axis
-    (dp_shard) `Mesh` over Gloo, and returns the n results in rank order.
+    (dp_shard) `Mesh` over Gloo or `transport`, and returns the n results in rank order.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,12 @@ class RankPool:
         self._store: Any = None
 
     def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout: float = 60.0,
+        transport: TransportName = "gloo",
     ) -> list[Any]:
         """Results of `function(mesh, *args)` by rank.
 
@@ -63,7 +69,8 @@ class RankPool:
         self._ensure_store()
         for rank in range(world_size):
             self._ensure(rank)
-        message = cloudpickle.dumps((function, world_size, args, f"call{self._num_calls}", timeout))
+        key = f"call{self._num_calls}"
+        message = cloudpickle.dumps((function, world_size, args, key, timeout, transport))
         for rank in range(world_size):
             self._ranks[rank].pipe.send_bytes(message)
         end = time.monotonic() + timeout
@@ -136,7 +143,7 @@ def _call(rank: int, store: Any, message: bytes) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
 
-    function, world_size, args, key, timeout = cloudpickle.loads(message)
+    function, world_size, args, key, timeout, transport = cloudpickle.loads(message)
     torch.manual_seed(0)
     try:
         if world_size > 1:
@@ -148,7 +155,8 @@ def _call(rank: int, store: Any, message: bytes) -> tuple[bool, Any]:
                 timeout=timedelta(seconds=timeout),
             )
         try:
-            return True, function(local_mesh(rank, world_size), *args)
+            with contextlib.closing(local_mesh(rank, world_size, transport=transport)) as mesh:
+                return True, function(mesh, *args)
         finally:
             if world_size > 1:
                 dist.destroy_process_group()
@@ -159,7 +167,9 @@ def _call(rank: int, store: Any, message: bytes) -> tuple[bool, Any]:
         return False, traceback.format_exc()
 
 
-def local_mesh(rank: int = 0, world_size: int = 1, *, ring: Path | None = None) -> Any:
+def local_mesh(
+    rank: int = 0, world_size: int = 1, *, ring: Path | None = None, transport: TransportName = "gloo"
+) -> Any:
     """A mesh with one axis (dp_shard) over CPU ranks that are already connected."""
     import torch
 
@@ -169,4 +179,5 @@ def local_mesh(rank: int = 0, world_size: int = 1, *, ring: Path | None = None) 
 
     log = CommLog(rank, world_size, ring)
     world = World(rank=rank, size=world_size)
-    return Mesh(MeshSpec.of(dp_shard=world_size), world, log=log, device=torch.device("cpu"))
+    spec, device = MeshSpec.of(dp_shard=world_size), torch.device("cpu")
+    return Mesh(spec, world, log=log, device=device, transport=transport)

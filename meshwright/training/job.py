@@ -109,7 +109,11 @@ class Job:
         self._stack.callback(disconnect)
         watchdog = Watchdog(log, limit_seconds=limit, folder=self._files.root, world_size=world.size)
         self._stack.enter_context(watchdog)
-        mesh = Mesh(self._plan.mesh, world, log=log, device=self.device, sync=self._plan.sync)
+        plan = self._plan
+        mesh = Mesh(plan.mesh, world, log=log, device=self.device, sync=plan.sync, transport=plan.transport)
+        self._stack.callback(mesh.close)
+        for text in mesh.warnings:
+            self._console.line(text)
         self._group = mesh.group("dp")
         rules = LoopRules(config.train.seed, config.train.dropout, config.train.clip_norm)
         self._site = Site(self._plan, mesh, rules)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,8 @@ def run_worker(
     try:
         with Watchdog(log, limit_seconds=config.train.watchdog, folder=run_dir, world_size=world.size):
             run = Run(config, world, run_dir=run_dir, console=console, device=device, log=log)
-            return run.train(resume, stop)
+            with closing(run.mesh):
+                return run.train(resume, stop)
     finally:
         console.close()
         disconnect()
@@ -118,7 +120,14 @@ class Run:
         log.progress("building the model and opening data")
         source = {"slurm": "SLURM_NTASKS", "environment": "WORLD_SIZE", "single": ""}[world.source]
         self.plan = plan_of(config, world_size=world.size, world_source=source)
-        self.mesh = Mesh(self.plan.mesh, world, log=log, device=device, sync=self.plan.sync)
+        self.mesh = Mesh(
+            self.plan.mesh,
+            world,
+            log=log,
+            device=device,
+            sync=self.plan.sync,
+            transport=self.plan.transport,
+        )
         self.group = self.mesh.group("dp")
         self.task = make_task(config)
         self.state = self._make_state()
@@ -145,7 +154,7 @@ class Run:
 
     def _make_state(self) -> TrainState:
         kind, plan = self.config.train.dropout, self.plan
-        for text in warnings_of(plan, self.device):
+        for text in [*self.mesh.warnings, *warnings_of(plan, self.device)]:
             self.console.line(text)
         for text in registry.warnings_of(
             self.task.model,

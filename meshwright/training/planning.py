@@ -33,6 +33,7 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         hsdp=config.plan.hsdp,
         ownership=config.plan.ownership,
         sync=config.plan.sync,
+        transport=config.plan.transport,
     )
     plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source

@@ -76,7 +76,7 @@ _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "cp_kind": (None,),
         "ep": (1,),
         "recompute": ("none",),
-        "transport": ("auto", "gloo", "nccl"),
+        "transport": ("auto", "gloo", "shm", "nccl"),
         "sync": ("native", "ring", "tree", "hierarchical"),
         "servers": (None,),
         "staleness": (None,),
@@ -394,7 +394,7 @@ class PlanConfig(Section):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """Number format of weights and activations."""
     transport: Literal["auto", "gloo", "shm", "nccl"] = "auto"
-    """What carries the collectives."""
+    """What carries the collectives; auto: NCCL on GPUs, shared memory between CPU processes of one host, else Gloo."""
     sync: Literal["native", "ring", "tree", "hierarchical", "parameter_server"] = "native"
     """Algorithms of the collectives: the transport's own, or those of `meshwright draw --collective`."""
     servers: Annotated[int, Field(ge=1)] | None = None

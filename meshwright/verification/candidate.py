@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,16 @@ def run_candidate(
     connect(world, device=device, timeout_seconds=2 * _WATCHDOG_SECONDS)
     try:
         with Watchdog(log, limit_seconds=_WATCHDOG_SECONDS, folder=run_dir, world_size=world.size):
-            mesh = Mesh(job.plan.mesh, world, log=log, device=device, sync=job.plan.sync)
-            return measure_rank(job, reference, path, groups=mesh.data_groups(), save=save, load=load)
+            mesh = Mesh(
+                job.plan.mesh,
+                world,
+                log=log,
+                device=device,
+                sync=job.plan.sync,
+                transport=job.plan.transport,
+            )
+            with closing(mesh):
+                return measure_rank(job, reference, path, groups=mesh.data_groups(), save=save, load=load)
     finally:
         disconnect()
 
@@ -215,6 +223,7 @@ class _Candidate:
             broken_ties=self._broken_ties,
             peak_memory_bytes=peak_memory(),
             gradient_samples=self._gradient_samples,
+            transport=self._group.transport.name if self._group.transport else "none",
         )
 
     def _step(self, step: int) -> StepResult:

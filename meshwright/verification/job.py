@@ -129,6 +129,7 @@ class RankReport:
         peak_memory_bytes: of the process.
         gradient_samples: step and parameter to a few elements of its gradient, before and after the reduction.
         copy_digests: parts of tensors that some ranks hold a copy of, which must be bitwise alike.
+        transport: what carried the collectives, in words.
     """
 
     rank: int
@@ -141,3 +142,4 @@ class RankReport:
     peak_memory_bytes: int
     gradient_samples: Mapping[tuple[int, str], GradientSamples]
     copy_digests: Mapping[Key, int] = field(default_factory=dict)
+    transport: str = "gloo"

@@ -83,7 +83,9 @@ def test_a_module_passes_as_it_is_built():
 
 
 def test_the_plan_of_a_run_folder(tmp_path):
-    plan = make_plan(PlanRequest("zero1", micro_batch=2, sync="ring"), world_size=2, global_batch=8)
+    plan = make_plan(
+        PlanRequest("zero1", micro_batch=2, sync="ring", transport="gloo"), world_size=2, global_batch=8
+    )
     (tmp_path / "plan.lock.json").write_text(plan.to_json())
     alone = invoke("plan.lock.json")
     assert "E100 'plan.lock.json' names no model" in str(alone.exception)
@@ -91,7 +93,7 @@ def test_the_plan_of_a_run_folder(tmp_path):
     result = invoke("plan.lock.json", "--steps", "1")
     assert result.exit_code == 0, result.output
     assert "zero1x2 · micro 2 x accumulate 2" in result.stdout
-    assert "sync ring" in result.stdout
+    assert "sync ring · transport gloo on 2 CPU processes (gloo, ring)" in result.stdout
 
 
 BAD_MODULE = """

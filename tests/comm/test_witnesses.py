@@ -132,6 +132,15 @@ def test_declared_is_issued_is_observed(
             assert set(counts["observed"]) == kinds
 
 
+@pytest.mark.parametrize("policy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("ownership", ["flat", "whole"])
+def test_shared_memory_issues_the_same_and_sends_nothing(ranks, policy: str, ownership: str) -> None:
+    changes = {"ownership": ownership if policy != "ddp" else "flat"}
+    for counts in ranks.run(_three_witnesses, 3, policy, 2, changes, transport="shm"):
+        assert counts["issued"] == counts["declared"]
+        assert counts["observed"] == counts["lowered"] == {}
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("policy", ["zero1", "zero2", "zero3"])
 def test_whole_owners_declare_what_they_issue(ranks, policy: str, world: int) -> None:

@@ -98,11 +98,11 @@ def test_one_process_and_two_compute_the_same_and_go_on(script, capfd) -> None:
     Path("out").rename("alone")
 
     launch_script(script, processes=2, arguments=["zero=3", "2"])
-    launch_script(script, processes=3, arguments=["zero=1,sync=ring", "4"])
+    launch_script(script, processes=3, arguments=["zero=1,sync=ring,transport=gloo", "4"])
     together = capfd.readouterr().out
     assert "resumed None 0" in alone
     assert "resumed {'word': 'said'} 2" in together
-    assert _lines(together, "transport ") == ["transport gloo", "transport gloo, ring"]
+    assert _lines(together, "transport ") == ["transport shared memory", "transport gloo, ring"]
     assert _lines(alone, "held out ")[0] == _lines(together, "held out ")[1]
     assert _lines(alone, "step=") == _lines(together, "step=")
 

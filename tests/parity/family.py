@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.launching.verify import job_of
 from meshwright.layout.check import PlanRequest, make_plan
-from meshwright.layout.plan import TrainPlan
+from meshwright.layout.plan import TrainPlan, TransportName
 from meshwright.layout.policy import Ownership
 from meshwright.models import GPT, GPTConfig, Llama, LlamaConfig, language_model_loss
 from meshwright.verification.job import Functions, VerifyJob
@@ -105,9 +105,10 @@ class Shape:
     zero: int
     copies: int = 1
     ownership: Ownership = "flat"
+    transport: TransportName = "gloo"
 
     def __str__(self) -> str:
-        return f"{self.world}ranks-zero{self.zero}-{self.copies}copies-{self.ownership}"
+        return f"{self.world}ranks-zero{self.zero}-{self.copies}copies-{self.ownership}-{self.transport}"
 
     def plan(self, job: VerifyJob) -> TrainPlan:
         """The plan of `job` on this shape."""
@@ -117,6 +118,7 @@ class Shape:
             bucket_bytes=4096,
             hsdp=self.world // self.copies if self.copies > 1 else None,
             ownership=self.ownership,
+            transport=self.transport,
         )
         unchecked = make_plan(request, world_size=self.world, global_batch=12 * self.world)
         return replace(

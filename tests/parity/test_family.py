@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,10 @@ def check(ranks: Any, subject: str, optimizer: str, precision: str, shapes: list
         ("gpt", "muon", "fp64", [Shape(3, 0), Shape(3, 3, 1, "whole"), Shape(4, 1, 2, "whole")]),
         ("gpt", "muon", "bf16", [Shape(4, 3, 2, "whole")]),
         ("resnet", "adamw", "fp64", [Shape(3, 3, 1, "whole"), Shape(3, 1, 3)]),
+        ("net", "adamw", "fp64", [Shape(3, 0, transport="shm"), Shape(4, 3, 2, "whole", "shm")]),
+        ("gpt", "adamw", "fp32", [Shape(2, 1, transport="shm"), Shape(4, 2, 2, transport="shm")]),
+        ("llama", "muon", "bf16", [Shape(3, 3, 1, "whole", "shm")]),
+        ("resnet", "sgd", "fp64", [Shape(3, 3, transport="shm")]),
     ],
     ids=lambda value: None if isinstance(value, list) else value,
 )
@@ -48,6 +53,16 @@ def test_family_equals_one_device(
     ranks: Any, subject: str, optimizer: str, precision: str, shapes: list[Shape]
 ) -> None:
     check(ranks, subject, optimizer, precision, shapes)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "fp64"), ("sgd", "bf16"), ("muon", "fp32")])
+@pytest.mark.parametrize("subject", ["net", "gpt", "resnet"])
+def test_whole_family_over_shared_memory(ranks: Any, subject: str, optimizer: str, precision: str) -> None:
+    shapes = [Shape(world, 0) for world in (2, 3, 4)] + ALL_SHAPES
+    holds_whole = [s for s in shapes if s.ownership == "whole" or s.copies == s.world or s.zero == 0]
+    chosen = holds_whole if optimizer == "muon" else shapes
+    check(ranks, subject, optimizer, precision, [replace(shape, transport="shm") for shape in chosen])
 
 
 @pytest.mark.parity

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.transports.shared import SharedTransport
 from meshwright.launching.verify import result_of
 from meshwright.layout.plan import TrainPlan
 from meshwright.testing.ranks import RankPool
@@ -121,9 +122,15 @@ def _reference(_mesh: Any, job: VerifyJob, path: Path) -> Reference:
 
 
 def _candidate(mesh: Any, job: VerifyJob, reference: Reference, path: Path) -> RankReport:
-    bound = Mesh(job.plan.mesh, mesh.world, log=mesh.log, device=mesh.device, sync=job.plan.sync)
-    with restored():
-        return measure_rank(job, reference, path, groups=bound.data_groups())
+    plan = job.plan
+    transport = "gloo" if plan.transport == "auto" else plan.transport
+    bound = Mesh(plan.mesh, mesh.world, log=mesh.log, device=mesh.device, sync=plan.sync, transport=transport)
+    groups = bound.data_groups()
+    for group in (groups.all, groups.shard, groups.replicate):
+        if isinstance(group.transport, SharedTransport):
+            group.transport.in_place_bytes = 0  # small as the models are
+    with restored(), closing(bound):
+        return measure_rank(job, reference, path, groups=groups)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ Pieces = list[tuple[str, int, int, Tensor]]
 def data_groups(mesh: Any, copies: int = 1) -> DataGroups:
     """The ranks of `mesh` as `copies` copies."""
     spec = MeshSpec.of(dp_replicate=copies, dp_shard=mesh.world.size // copies)
-    return Mesh(spec, mesh.world, log=mesh.log, device=CPU).data_groups()
+    return Mesh(spec, mesh.world, log=mesh.log, device=CPU, transport=mesh.transport).data_groups()
 
 
 def make_engine(

@@ -244,7 +244,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
         "plan.ep=2",
         "plan.recompute=every:2",
         'plan.recompute={"layers.*" = "full"}',
-        "plan.transport=shm",
         "plan.sync=parameter_server",
         "plan.servers=2",
         "plan.staleness=1",

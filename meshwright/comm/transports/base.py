@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -50,6 +51,9 @@ class Transport(Protocol):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of receive buffers that the transport holds."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Zeros (1-D) in memory in which this transport's collectives are fastest; None where any memory serves."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum `tensor` over the group, in place."""

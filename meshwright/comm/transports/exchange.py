@@ -68,6 +68,10 @@ class ExchangeTransport:
         """See `Transport`."""
         return self._inner.scratch_bytes + self._sums.nbytes + self._arriving.nbytes
 
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Transport`."""
+        return self._inner.allocate(numel, dtype)
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`."""
         if "all_reduce" not in self._choice.algorithms:

@@ -53,6 +53,9 @@ class GlooTransport:
         """Bytes of receive buffers, in flight or kept for reuse."""
         return self._scratch.nbytes
 
+    def allocate(self, numel: int, dtype: torch.dtype) -> None:
+        """See `Transport`: any memory serves."""
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`. Gloo's own: no arrangement of sends beats it."""
         return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], keep=tensor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +33,9 @@ class NcclTransport:
     def scratch_bytes(self) -> int:
         """None of ours: NCCL keeps its own."""
         return 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> None:
+        """See `Transport`: any memory serves."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`."""

@@ -1,0 +1,373 @@
+"""Shared memory, for CPU tensors of ranks on one host.
+
+Memory that `allocate` gave is read in place by the peers; any other tensor is copied piece by piece through slots that
+they can read. Sums are made in one order on every rank that makes them, so results repeat bit by bit, and where Gloo's
+path has an order of its own (reduce-scatter, reduce) it is the same one.
+
+Collectives are over when their call returns: where every core computes nothing can be hidden behind anything
+(`docs/decisions/017-shared-memory.md`). So all ranks must issue the collectives of all their groups in one order, as
+the engine does. Sends and receives move when any operation waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.transports.base import Work
+from meshwright.comm.transports.shared_barrier import Barrier, call_number
+from meshwright.comm.transports.shared_messages import Messages
+from meshwright.comm.transports.shared_segment import NOWHERE, Arena, PeerArena
+
+# A piece that goes through a slot: large enough to hide a barrier, small enough to stay in the cache.
+SLOT_BYTES = 1 << 20
+NUM_TURNS = 2
+# Below, two barriers cost more than copying into a slot and back.
+IN_PLACE_BYTES = 128 << 10
+# Below, each rank makes the whole sum of more than two ranks by itself; above, each makes a part.
+_DIVIDED_BYTES = 16 << 10
+# Elements that are summed at once: partial sums stay in the cache.
+_BLOCK_NUMEL = 1 << 16
+_KEPT_VIEWS = 256
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """What this rank knows of a rank of the group, itself included.
+
+    Attributes:
+        words: its control segment.
+        slots: for each of two turns, a piece of memory that all can read.
+        arena: its tensors; None for this rank itself.
+    """
+
+    words: memoryview
+    slots: tuple[Tensor, Tensor]
+    arena: PeerArena | None
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Slots of all ranks, as tensors of one size and type.
+
+    Attributes:
+        shown: each rank's, whole.
+        own_blocks: this rank's, a row for each rank.
+        for_me: each rank's row for this one.
+    """
+
+    shown: list[Tensor]
+    own_blocks: Tensor | None
+    for_me: list[Tensor]
+
+
+class SharedTransport:
+    """Collectives of ranks that share a host.
+
+    Args:
+        index: this rank's position in the group.
+        neighbours: all ranks of the group.
+        barrier: of the group.
+        messages: of the group.
+        arena: where `allocate` takes memory from.
+
+    Attributes:
+        in_place_bytes: from which size on tensors are read in place, where they can be.
+    """
+
+    name = "shared memory"
+
+    def __init__(
+        self,
+        index: int,
+        neighbours: Sequence[Neighbour],
+        *,
+        barrier: Barrier,
+        messages: Messages,
+        arena: Arena,
+    ) -> None:
+        self.in_place_bytes = IN_PLACE_BYTES
+        self._index = index
+        self._size = len(neighbours)
+        self._neighbours = tuple(neighbours)
+        self._barrier = barrier
+        self._messages = messages
+        self._arena = arena
+        self._views: dict[tuple[int, torch.dtype, int], _Slots] = {}
+        self._partial: Tensor | None = None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """This rank's slots, and messages that arrived before they were asked for."""
+        return NUM_TURNS * SLOT_BYTES + self._messages.kept_bytes
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Transport`."""
+        return self._arena.allocate(numel, dtype)
+
+    def close(self) -> None:
+        """Tell the peers that this rank takes part no more; whoever waits for it gets an error."""
+        self._barrier.leave()
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """See `Transport`."""
+        flat, call = _flat(tensor), call_number("all_reduce", tensor.numel(), tensor.dtype)
+        order = range(self._size)
+        tensors = self._meet_in_place(flat, call)
+        if tensors is not None:
+            part = self._part(flat.numel())
+            targets = [tensors[i][part] for i in (self._index, *self._others())]
+            self._sum_into(targets, [tensors[i][part] for i in order])
+            self._barrier.meet(call)
+        elif self._size == 2 or flat.numel() * flat.element_size() < _DIVIDED_BYTES:
+            for piece in self._pieces(flat):
+                self._sum_into([piece], self._exchange(piece, call))
+        else:
+            for piece in self._pieces(flat):
+                self._divided_sum(piece, order, call)
+        return _DONE
+
+    def reduce(self, tensor: Tensor, index: int) -> Work:
+        """See `Transport`. The root's own values come first, then the others' in rank order."""
+        flat, call = _flat(tensor), call_number("reduce", tensor.numel(), tensor.dtype, index)
+        order = [index, *(i for i in range(self._size) if i != index)]
+        tensors = self._meet_in_place(flat, call)
+        if tensors is not None:
+            part = self._part(flat.numel())
+            self._sum_into([tensors[index][part]], [tensors[i][part] for i in order])
+            self._barrier.meet(call)
+        elif self._size == 2 or flat.numel() * flat.element_size() < _DIVIDED_BYTES:
+            for piece in self._pieces(flat):
+                read = self._exchange(piece, call)
+                if self._index == index:
+                    self._sum_into([piece], [read[i] for i in order])
+        else:
+            for piece in self._pieces(flat):
+                self._divided_sum(piece, order, call, root=index)
+        return _DONE
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> Work:
+        """See `Transport`."""
+        whole, mine = _flat(source), _flat(output)
+        call = call_number("reduce_scatter", whole.numel(), whole.dtype)
+        tensors = self._meet_in_place(whole, call)
+        if tensors is not None:
+            own = slice(self._index * mine.numel(), (self._index + 1) * mine.numel())
+            self._sum_into([mine], [tensor[own] for tensor in tensors])
+            self._barrier.meet(call)
+            return _DONE
+        blocks = whole.view(self._size, -1)
+        if blocks.numel() * blocks.element_size() <= SLOT_BYTES:
+            self._sum_into([mine], self._exchange_blocks(blocks, call))
+            return _DONE
+        for columns in self._columns(blocks):
+            self._sum_into([mine[columns]], self._exchange_blocks(blocks[:, columns], call))
+        return _DONE
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+        """See `Transport`."""
+        whole, mine = _flat(output), _flat(source)
+        call = call_number("all_gather", whole.numel(), whole.dtype)
+        tensors = self._meet_in_place(mine, call)
+        if tensors is not None:
+            self._copy_blocks(whole.view(self._size, -1), tensors)
+            self._barrier.meet(call)
+        elif mine.numel() * mine.element_size() <= SLOT_BYTES:
+            torch.cat(self._exchange(mine, call), out=whole)
+        else:
+            blocks = whole.view(self._size, -1)
+            step = SLOT_BYTES // mine.element_size()
+            for start in range(0, mine.numel(), step):
+                piece = mine[start : start + step]
+                shown = [*self._exchange(piece, call)]
+                shown[self._index] = piece
+                self._copy_blocks(blocks[:, start : start + step], shown)
+        return _DONE
+
+    def broadcast(self, tensor: Tensor, index: int) -> Work:
+        """See `Transport`."""
+        flat, call = _flat(tensor), call_number("broadcast", tensor.numel(), tensor.dtype, index)
+        tensors = self._meet_in_place(flat, call, root=index)
+        if tensors is not None:
+            if self._index != index:
+                flat.copy_(tensors[index])
+            self._barrier.meet(call)
+            return _DONE
+        for piece in self._pieces(flat):
+            slot = self._slots(piece.numel(), piece.dtype).shown[index]
+            if self._index == index:
+                slot.copy_(piece)
+            self._barrier.meet(call)
+            if self._index != index:
+                piece.copy_(slot)
+        return _DONE
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """See `Transport`."""
+        blocks, target = (_flat(tensor).view(self._size, -1) for tensor in (source, output))
+        call = call_number("all_to_all", blocks.numel(), blocks.dtype)
+        tensors = self._meet_in_place(blocks.view(-1), call)
+        if tensors is not None:
+            self._copy_blocks(target, [tensor.view(self._size, -1)[self._index] for tensor in tensors])
+            self._barrier.meet(call)
+        elif blocks.numel() * blocks.element_size() <= SLOT_BYTES:
+            torch.stack(self._exchange_blocks(blocks, call), out=target)
+        else:
+            for columns in self._columns(blocks):
+                self._copy_blocks(target[:, columns], self._exchange_blocks(blocks[:, columns], call))
+        return _DONE
+
+    def send(self, tensor: Tensor, index: int, tag: int) -> Work:
+        """See `Transport`."""
+        return Work([self._messages.send(tensor, index, tag)])
+
+    def receive(self, tensor: Tensor, index: int, tag: int) -> Work:
+        """See `Transport`."""
+        return Work([self._messages.receive(tensor, index, tag)])
+
+    def barrier(self) -> Work:
+        """See `Transport`."""
+        self._barrier.meet(call_number("barrier"))
+        return _DONE
+
+    def lowered(self, op: str, nbytes: int, index: int = 0) -> Counter[str]:
+        """See `Transport`: nothing goes over a wire."""
+        return Counter()
+
+    # Memory that peers read in place.
+
+    def _meet_in_place(self, tensor: Tensor, call: int, root: int | None = None) -> list[Tensor] | None:
+        """Every rank's tensor where the peers may read it, at a barrier; None where it must go through slots.
+
+        All ranks decide alike: what they show at the barrier tells. With `root` only that one's tensor counts.
+        """
+        if tensor.numel() * tensor.element_size() < self.in_place_bytes:
+            return None
+        turn = self._barrier.turn
+        self._barrier.show(self._arena.find(tensor), self._arena.freed)
+        self._barrier.meet(call)
+        shown = [self._barrier.shown(neighbour.words, turn) for neighbour in self._neighbours]
+        needed = range(self._size) if root is None else (root,)
+        if any(shown[i][0].serial == NOWHERE.serial for i in needed):
+            return None
+        tensors = [tensor] * self._size
+        for i in needed:
+            arena, (place, freed) = self._neighbours[i].arena, shown[i]
+            if arena is not None:
+                tensors[i] = arena.view(place, freed, numel=tensor.numel(), dtype=tensor.dtype)
+        return tensors
+
+    def _part(self, numel: int) -> slice:
+        """The elements that this rank sums."""
+        return slice(numel * self._index // self._size, numel * (self._index + 1) // self._size)
+
+    def _sum_into(self, targets: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+        """Sum `terms` in their order, block by block, into all `targets`, which may be among the terms."""
+        numel = targets[0].numel()
+        if len(terms) == 2 and (len(targets) == 1 or numel <= _BLOCK_NUMEL):
+            self._sum_block(targets, terms)
+            return
+        for start in range(0, numel, _BLOCK_NUMEL):
+            block = slice(start, min(start + _BLOCK_NUMEL, numel))
+            self._sum_block([target[block] for target in targets], [term[block] for term in terms])
+
+    def _sum_block(self, targets: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+        first, *others = targets
+        if len(terms) == 2:
+            torch.add(terms[0], terms[1], out=first)
+        else:
+            total = self._partial_sum(first)
+            torch.add(terms[0], terms[1], out=total)
+            for term in terms[2:-1]:
+                total.add_(term)
+            torch.add(total, terms[-1], out=first)
+        for other in others:
+            other.copy_(first)
+
+    def _partial_sum(self, like: Tensor) -> Tensor:
+        """Private memory for the sum so far: targets may still be needed as terms."""
+        if self._partial is None or self._partial.numel() < like.numel() or self._partial.dtype != like.dtype:
+            self._partial = torch.empty(_BLOCK_NUMEL, dtype=like.dtype)
+        return self._partial[: like.numel()]
+
+    # Slots.
+
+    def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
+        step = SLOT_BYTES // flat.element_size()
+        return (flat,) if 0 < flat.numel() <= step else flat.split(step) if flat.numel() else ()
+
+    def _columns(self, blocks: Tensor) -> list[slice]:
+        """Cuts of blocks (ranks x numel), such that one cut of all of them fits into a slot."""
+        numel = blocks.shape[1]
+        step = SLOT_BYTES // blocks.element_size() // self._size
+        return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+    def _slots(self, numel: int, dtype: torch.dtype) -> _Slots:
+        """The slots of this turn, for `numel` elements from each rank."""
+        key = (self._barrier.turn, dtype, numel)
+        slots = self._views.get(key)
+        if slots is None:
+            nbytes = numel * dtype.itemsize
+            shown = [n.slots[self._barrier.turn][:nbytes].view(dtype) for n in self._neighbours]
+            has_blocks = numel % self._size == 0
+            blocks = [slot.view(self._size, -1) for slot in shown] if has_blocks else []
+            slots = _Slots(
+                shown,
+                own_blocks=blocks[self._index] if has_blocks else None,
+                for_me=[block[self._index] for block in blocks],
+            )
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            self._views[key] = slots
+        return slots
+
+    def _exchange(self, piece: Tensor, call: int) -> list[Tensor]:
+        """Show `piece` to all; every rank's, readable until the next barrier."""
+        slots = self._slots(piece.numel(), piece.dtype)
+        slots.shown[self._index].copy_(piece)
+        self._barrier.meet(call)
+        return slots.shown
+
+    def _exchange_blocks(self, blocks: Tensor, call: int) -> list[Tensor]:
+        """Show block j of `blocks` (ranks x numel) to rank j; what every rank shows to this one."""
+        slots = self._slots(blocks.numel(), blocks.dtype)
+        assert slots.own_blocks is not None, "as many elements for each rank"
+        slots.own_blocks.copy_(blocks)
+        self._barrier.meet(call)
+        return slots.for_me
+
+    def _copy_blocks(self, targets: Tensor, sources: Sequence[Tensor]) -> None:
+        """Copy every rank's block in place, the right neighbour's first so that nobody is everybody's first."""
+        for step in range(1, self._size + 1):
+            i = (self._index + step) % self._size
+            target = targets[i]
+            if target.data_ptr() != sources[i].data_ptr():
+                target.copy_(sources[i])
+
+    def _divided_sum(self, piece: Tensor, order: Sequence[int], call: int, root: int | None = None) -> None:
+        """Each rank sums a part; then all of them (or the root) collect the parts."""
+        shown = self._exchange(piece, call)
+        sums = self._slots(piece.numel(), piece.dtype).shown
+        own = self._part(piece.numel())
+        self._sum_into([sums[self._index][own]], [shown[i][own] for i in order])
+        self._barrier.meet(call)
+        if root is None or root == self._index:
+            for i in range(self._size):
+                part = slice(piece.numel() * i // self._size, piece.numel() * (i + 1) // self._size)
+                piece[part].copy_(sums[i][part])
+
+    def _others(self) -> list[int]:
+        """The other ranks, each rank starting with its right neighbour so that nobody is everybody's first."""
+        return [(self._index + step) % self._size for step in range(1, self._size)]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return (tensor.detach() if tensor.requires_grad else tensor).view(-1)
+
+
+# A collective that is over, the same for all calls: its `wait` does nothing.
+_DONE = Work(())
