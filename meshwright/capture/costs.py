@@ -11,6 +11,7 @@ scores, as on GPUs, and attention with dropout keeps all scores, which GPUs do n
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +43,10 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
         aten._grouped_mm: _grouped_product,
     }
     # transformers' own op for experts in float32, known once transformers is imported.
-    for name in ("grouped_mm_fallback",):
-        try:
-            found[getattr(torch.ops.transformers, name)] = _grouped_product
-        except (AttributeError, RuntimeError):
-            continue
+    library = torch.ops.transformers
+    if "transformers.integrations.moe" in sys.modules and hasattr(library, "grouped_mm_fallback_backward"):
+        found[library.grouped_mm_fallback] = _grouped_product
+        found[library.grouped_mm_fallback_backward] = _grouped_backward
     return found
 
 
@@ -62,6 +62,10 @@ def _grouped_product(left: Any, right: Any, *_args: Any, **_kwargs: Any) -> int:
     """Rows of `left` each meet one matrix of `right` (M, K) x (E, K, N); or two flat ones, for weight gradients."""
     rows = left[0] * left[1] if len(left) == 2 else left[0] * left[1] * left[2]
     return 2 * int(rows * right[-1])
+
+
+def _grouped_backward(left: Any, right: Any, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * _grouped_product(left, right)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import json
 import operator
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -32,6 +33,7 @@ _KINDS: Mapping[InputKind, Kind] = {
 }
 _CHECKS = ("aten._assert", "aten.sym_", "aten._local_scalar_dense", "aten.item")
 _PREFIX = "model."
+_PLACES: Mapping[str, Any] = MappingProxyType({"batch": sympy.Symbol("b"), "sequence": sympy.Symbol("s")})
 # Of constants that are made in forward; run again, they are plain copies that autograd does not know.
 _PLAIN = {"aten.lift_fresh_copy.default": "aten.clone.default", "aten.detach_.default": "aten.detach.default"}
 
@@ -45,7 +47,7 @@ class Encoder:
 
     def __init__(self, program: ExportedProgram, sizes: Sizes) -> None:
         self._program = program
-        self._symbols = _symbols_of(program, sizes)
+        self._symbols, self._free = _symbols_of(program, sizes)
         self.values: dict[str, Value] = {}
         self.tasks: list[Task] = []
         self.outputs: tuple[Argument, ...] = ()
@@ -62,7 +64,7 @@ class Encoder:
     @property
     def free(self) -> tuple[str, ...]:
         """The sizes that are symbols in the program."""
-        return tuple(name for name in ("batch", "sequence") if name in self._symbols.values())
+        return tuple(name for name in ("batch", "sequence") if name in self._free)
 
     def _inputs(self) -> None:
         nodes = {node.name: node for node in self._program.graph.nodes if node.op == "placeholder"}
@@ -247,9 +249,10 @@ class Encoder:
         }
 
 
-def _symbols_of(program: ExportedProgram, sizes: Sizes) -> dict[Any, str]:
-    """Symbols of the program that are batch or sequence."""
-    found: dict[Any, str] = {}
+def _symbols_of(program: ExportedProgram, sizes: Sizes) -> tuple[dict[Any, Any], set[str]]:
+    """Symbols of the program as batch or sequence, and which of these two are open."""
+    found: dict[Any, Any] = {}
+    free: set[str] = set()
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     user = {
         getattr(spec.arg, "name", "")
@@ -259,16 +262,19 @@ def _symbols_of(program: ExportedProgram, sizes: Sizes) -> dict[Any, str]:
     leaves = [n.meta["val"] for n in inputs if n.name in user and isinstance(n.meta.get("val"), Tensor)]
     for leaf, dim in zip(leaves, sizes.dims, strict=True):
         for at, name in ((0, "batch"), (dim, "sequence")):
-            if at is not None and leaf.dim() and isinstance(leaf.shape[at], torch.SymInt):
-                found[leaf.shape[at].node.expr] = name
-    return found
+            if at is None or not leaf.dim() or not isinstance(leaf.shape[at], torch.SymInt):
+                continue
+            extent = leaf.shape[at].node.expr
+            if extent.is_Symbol:  # a number where the code fixes the size
+                found[extent] = _PLACES[name]
+                free.add(name)
+    return found, free
 
 
-def _polynomial(expression: Any, symbols: Mapping[Any, str]) -> Formula:
-    places = {"batch": sympy.Symbol("b"), "sequence": sympy.Symbol("s")}
-    replaced = expression.subs({symbol: places[name] for symbol, name in symbols.items()})
+def _polynomial(expression: Any, symbols: Mapping[Any, Any]) -> Formula:
+    replaced = sympy.expand(expression.subs(symbols))
     try:
-        polynomial = sympy.Poly(replaced, *places.values())
+        polynomial = sympy.Poly(replaced, *_PLACES.values())
         terms = {(int(i), int(j)): Fraction(int(c.p), int(c.q)) for (i, j), c in polynomial.terms() if c != 0}
     except (sympy.PolynomialError, AttributeError) as error:
         raise NotPolynomialError(str(expression)) from error

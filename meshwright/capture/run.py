@@ -26,14 +26,14 @@ def run_graph(graph: TaskGraph, model: nn.Module, batch: Any) -> tuple[Any, ...]
     """What the loss returns, computed task by task; autograd and in-place changes of buffers work as in the model.
 
     Args:
-        graph: captured with torch.export or torch.fx.
+        graph: captured with torch.export.
         model: its parameters and buffers are used.
         batch: of any sizes that the graph leaves free.
 
     Raises:
         ConfigError: E134 for other sizes, E136 where the graph cannot be executed.
     """
-    if graph.source not in ("torch.export", "torch.fx"):
+    if graph.source != "torch.export":
         raise ConfigError(
             "E136", f"{graph.name} was read by {graph.source}: it tells costs, and cannot be executed"
         )
@@ -42,7 +42,7 @@ def run_graph(graph: TaskGraph, model: nn.Module, batch: Any) -> tuple[Any, ...]
     graph.check_sizes(sizes.batch, sizes.sequence)
     tensors = bind(graph, model, batch)
     device = next((x.device for x in tensors_of(batch)), torch.device("cpu"))
-    resolve = Resolver((sizes.batch, sizes.sequence), device, model)
+    resolve = Resolver((sizes.batch, sizes.sequence), device)
     last = graph.last_user
     for i, task in enumerate(graph.tasks):
         for name, result in zip(task.outputs, resolve.call(task, tensors), strict=True):
@@ -87,16 +87,15 @@ def constant_of(graph: TaskGraph, value: Value) -> Tensor:
 class Resolver:
     """Turns arguments into what an op takes, at given sizes on a given device."""
 
-    def __init__(self, sizes: tuple[int, int], device: torch.device, model: nn.Module | None = None) -> None:
+    def __init__(self, sizes: tuple[int, int], device: torch.device) -> None:
         self._sizes = sizes
         self._device = device
-        self._model = model
 
     def call(self, task: Task, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
         """Results of a task, one for each of its outputs."""
         arguments = [self.argument(part, tensors) for part in task.arguments]
         keywords = {name: self.argument(part, tensors) for name, part in task.keywords}
-        target = self._module(task) or function_of(task.op)
+        target = function_of(task.op)
         with torch.no_grad() if task.is_detached else contextlib.nullcontext():
             result = target(*arguments, **keywords)
         if len(task.outputs) == 1 and not isinstance(result, (tuple, list)):
@@ -114,13 +113,6 @@ class Resolver:
         if isinstance(part, Symbol):
             return self._device if part.kind == "device" else getattr(torch, part.name)
         return part
-
-    def _module(self, task: Task) -> Callable[..., Any] | None:
-        kind, _, path = task.op.partition(":")
-        if kind != "module":
-            return None
-        assert self._model is not None, "a graph of modules runs with its model"
-        return self._model.get_submodule(path)
 
 
 @functools.cache

@@ -164,6 +164,19 @@ CATALOGUE = (
         "Mend what the message names; the script can be written by --out and started elsewhere.",
     ),
     CodeEntry(
+        "E130",
+        "a model that does not run on its batch",
+        "No way of reading the model gave a graph, and running it failed too; the message ends with its own error.",
+        "Call loss(model, batch) in Python on the same batch until it returns.",
+    ),
+    CodeEntry(
+        "E131",
+        "a model on meta that looks at values",
+        "A branch, or the shape of a tensor, depends on values. Such a model is read by running it, and on the meta "
+        "device there is nothing to run.",
+        "Capture a smaller copy with values; or write the branch with torch.where, or without it.",
+    ),
+    CodeEntry(
         "E133",
         "an operation that a task graph cannot hold",
         "The model was traced, and one of its operations is no op of torch (a region of another kind, a library that "
@@ -189,6 +202,12 @@ CATALOGUE = (
         "The graph tells what a model costs, and lacks what is needed to run it: values of a constant, or operations "
         "instead of whole modules.",
         "Capture the model again with values, or make the constant a buffer of the model.",
+    ),
+    CodeEntry(
+        "E137",
+        "a batch without samples",
+        "Dim 0 of every tensor of a batch counts samples; here tensors disagree, or there is none.",
+        "Give tensors in dicts, lists or tuples, all with the same number of samples; scalars may stay beside them.",
     ),
     CodeEntry(
         "E200",
@@ -471,6 +490,20 @@ CATALOGUE = (
         "a setting has no effect",
         "A key was set that the chosen optimizer, schedule or packing never reads.",
         "Remove the key, or choose what reads it; the message names both.",
+    ),
+    CodeEntry(
+        "W130",
+        "a graph of modules",
+        "torch.export and torch.fx could not trace the model, so it was run once and watched module by module: its "
+        "costs are those of this batch, its backward is taken as twice the forward, and the graph cannot be executed.",
+        "The note names what stood in the way, most often a branch on values.",
+    ),
+    CodeEntry(
+        "W131",
+        "a size without a formula",
+        "The model's code fixes batch or sequence, or uses it in a way that is no polynomial, so costs hold for the "
+        "size at capture.",
+        "Capture at the size you want; for an open batch, give at least 2 samples.",
     ),
     CodeEntry(
         "W205",

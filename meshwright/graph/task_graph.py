@@ -103,6 +103,7 @@ class Task:
         path: the module that it belongs to, in the model; "" in the loss or outside all modules.
         arguments: positional ones.
         keywords: the others, by name.
+        parameters: names of values that a whole module reads besides its arguments.
         outputs: names of values; "" for one that nobody reads.
         flops: multiply-adds count 2; products, convolutions and attention only, causal attention as the full square.
         backward_flops: of the gradients that are needed.
@@ -122,6 +123,7 @@ class Task:
     path: str = ""
     arguments: tuple[Argument, ...] = ()
     keywords: tuple[tuple[str, Argument], ...] = ()
+    parameters: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     flops: Formula = ZERO
     backward_flops: Formula = ZERO
@@ -139,7 +141,7 @@ class Task:
     def inputs(self) -> tuple[str, ...]:
         """Names of values that it reads, each once, in order."""
         found = [*refs(self.arguments), *refs(tuple(value for _, value in self.keywords))]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys([*found, *self.parameters]))
 
 
 @dataclass(frozen=True)
