@@ -12,11 +12,17 @@ from torch import nn
 
 from meshwright.adapt import batch_norm, dropout, linear, precision
 from meshwright.adapt.dropout import DropoutKind
+from meshwright.layout.recompute import NOTHING_AGAIN, RecomputePlan
+from meshwright.recompute.install import install as install_recompute
 from meshwright.sharding.engine import ShardingEngine
 
 
 def install(
-    model: nn.Module, engine: ShardingEngine, *, dropout_kind: DropoutKind = "stateless"
+    model: nn.Module,
+    engine: ShardingEngine,
+    *,
+    dropout_kind: DropoutKind = "stateless",
+    recompute: RecomputePlan = NOTHING_AGAIN,
 ) -> Callable[[], None]:
     """Adapt `model`, which `engine` shards; instances change, classes do not.
 
@@ -24,7 +30,8 @@ def install(
         A function that undoes all of it.
 
     Raises:
-        PlanError: E208 for a layer whose dropout cannot be cut over the engine's ranks; nothing is installed then.
+        PlanError: E208 for a layer whose dropout cannot be cut over the engine's ranks, E242 for a pattern of
+            plan.recompute that matches nothing.
     """
     if dropout_kind == "stateless":
         dropout.check_modules(model, num_ranks=engine.group.size)
@@ -32,6 +39,8 @@ def install(
         precision.install(model, engine.compute_dtype),
         batch_norm.install(model, engine.group),
         linear.install(model, engine),
+        # Last, around all of these: what runs again is what ran.
+        install_recompute(model, recompute, weights=engine.gatherer).undo,
     ]
 
     def undo() -> None:

@@ -316,6 +316,27 @@ CATALOGUE = (
         "Take a schedule that the message names; meshwright draw --schedule NAME shows each.",
     ),
     CodeEntry(
+        "E240",
+        "a word that plan.recompute does not know",
+        "plan.recompute is none, full, selective, every:k, constant, offload or budget:BYTES, for all repeated blocks, "
+        "or a table of such words by pattern of module names.",
+        "Write one of the words of the message; `meshwright explain recompute` says what each keeps.",
+    ),
+    CodeEntry(
+        "E241",
+        "a module that does not run the same twice",
+        "With plan.recompute a module runs again in backward, and must save the same tensors as the first time: it "
+        "must depend on its inputs and parameters alone, and these must not be changed in place in between.",
+        'Leave the module out, e.g. plan.recompute = { "blocks.3" = "none", "*" = "full" }, or mend its forward.',
+    ),
+    CodeEntry(
+        "E242",
+        "a pattern of plan.recompute without a module",
+        "A pattern matches no module of the model (names as in named_modules(), with * for any text), or the model has "
+        "no nn.ModuleList or nn.Sequential whose children would be the repeated blocks.",
+        "Take a pattern of the names that the message shows.",
+    ),
+    CodeEntry(
         "E401",
         "a worker died or raised",
         "The first rank that failed is named; others wait for it and are ended, which is a consequence.",
@@ -531,6 +552,13 @@ CATALOGUE = (
         "On CPU processes the device's memory is the host's. The run is exact, with one more copy of weights and "
         "gradients.",
         "Leave plan.offload out; plan.zero = 1 to 3 cut the optimizer's state over ranks.",
+    ),
+    CodeEntry(
+        "W210",
+        "saved tensors that have nowhere to go",
+        'plan.recompute = "offload" moves what backward needs from the device to host memory. On CPU processes these '
+        "are the same: the run is exact, and nothing moves.",
+        'Take "full" or "selective" to save memory on CPUs.',
     ),
     CodeEntry(
         "W401",

@@ -198,6 +198,39 @@ with the size; `meshwright doctor --measure` prints it for square products of 25
   █        ██                       █                = (1 + 2 + 1) / (1 + 2) = 4/3""",
     ),
     Concept(
+        "recompute",
+        "activations computed again in backward instead of being kept",
+        """\
+plan.recompute says what a block keeps until its backward. none: all that autograd saves. full: its input; it
+runs twice. every:k: the input of every k-th block. selective: all but the scores and weights of attention.
+constant: only the first input of all blocks; time grows with the square of their number. budget:BYTES: the
+least time that fits. offload: all, in host memory. A table gives patterns of modules their own word. The
+result does not change by a bit: randomness is replayed, statistics are not counted twice.""",
+        """\
+  none      keep all     F F F F B B B B
+  full      4 inputs     F F F F f B f B f B f B           forwards 8
+  every:2   2 inputs     F F F F f f B B f f B B           forwards 8
+  constant  1 input      F F F F f f f f B f f f B f f B f B   forwards 4 + 10""",
+        ("recomputation", "activation checkpointing", "checkpointing", "gradient checkpointing"),
+    ),
+    Concept(
+        "memory wall",
+        "what makes a training step not fit",
+        """\
+A step holds weights, gradients and optimizer state (with AdamW in 16 bits 16 bytes for each parameter),
+and what forward saves for backward. The first grows with the model and is cut by plan.zero, plan.tp and
+plan.pp; the second grows with batch, sequence and depth, and is cut by plan.micro_batch, plan.recompute
+and plan.cp. In a transformer block of width h, s tokens, b sequences and a heads, plain attention saves
+34·s·b·h + 5·a·s²·b bytes in 16 bits: the second part, the scores, is most of it for long sequences and
+costs little to compute again (selective). For a language model the peak is mostly in the loss: logits of
+s·b·vocabulary, in float32.""",
+        """\
+  a block in 16 bits    ████████ 34·s·b·h   ████████████████ 5·a·s²·b     none
+                        ████████                                          selective, + 3 % time
+                        █ 2·s·b·h                                         full, + 33 % time""",
+        ("memorywall", "out of memory", "oom", "activations"),
+    ),
+    Concept(
         "global batch",
         "the samples of one optimizer step, all devices together",
         """\

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.errors import PlanError
 from meshwright.layout.plan import Offload, Precision, TrainPlan, TransportName
 from meshwright.layout.policy import Ownership, ShardingPolicy, find_policy
+from meshwright.layout.recompute import NOTHING_AGAIN, RecomputePlan
 from meshwright.layout.sync import check_sync
 from meshwright.mesh import MeshSpec
 
@@ -26,6 +27,7 @@ class PlanRequest:
         ownership: `flat` shards cut anywhere, or `whole` parameters on one owner.
         sync: which algorithms carry out the collectives.
         transport: what carries them.
+        recompute: what is computed again in backward.
     """
 
     policy: str | int = "ddp"
@@ -38,6 +40,7 @@ class PlanRequest:
     ownership: Ownership = "flat"
     sync: str = "native"
     transport: TransportName = "auto"
+    recompute: RecomputePlan = NOTHING_AGAIN
 
 
 def make_plan(
@@ -84,6 +87,7 @@ def make_plan(
         offload=request.offload,
         sync=request.sync,
         transport=request.transport,
+        recompute=request.recompute,
     )
 
 

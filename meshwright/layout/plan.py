@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.layout.policy import ShardingPolicy, find_policy
+from meshwright.layout.recompute import NOTHING_AGAIN, RecomputePlan, parse_recompute
 from meshwright.mesh import MeshSpec
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -31,6 +32,7 @@ class TrainPlan:
         sync: which algorithms carry out the collectives, a name of `layout/sync.py`.
         transport: what carries them; `auto` is NCCL between GPUs, shared memory between CPU processes of one host,
             else Gloo.
+        recompute: what is computed again in backward instead of being kept.
     """
 
     mesh: MeshSpec
@@ -42,6 +44,7 @@ class TrainPlan:
     offload: Offload = "none"
     sync: str = "native"
     transport: TransportName = "auto"
+    recompute: RecomputePlan = NOTHING_AGAIN
 
     def describe(self) -> str:
         """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`; `2 copies of zero3x4`, `whole zero1x2`."""
@@ -51,6 +54,7 @@ class TrainPlan:
         name = f"{copies} copies of {name}" if copies > 1 else name
         parts = [name, f"micro {self.micro_batch} x accumulate {self.num_microbatches}", self.precision]
         parts += ["optimizer in host memory"] if self.offload == "optimizer" else []
+        parts += [f"recompute {self.recompute}"] if self.recompute.is_active else []
         parts += [f"sync {self.sync}"] if self.sync != "native" else []
         return " · ".join([*parts, *([f"transport {self.transport}"] if self.transport != "auto" else [])])
 
@@ -58,6 +62,7 @@ class TrainPlan:
         """Stable JSON, the inverse of `from_json`."""
         value = dataclasses.asdict(self)
         value["mesh"] = {axis.name: axis.size for axis in self.mesh.axes}
+        value["recompute"] = self.recompute.to_value()
         return json.dumps(value, indent=1)
 
     @classmethod
@@ -65,5 +70,6 @@ class TrainPlan:
         """Rebuild a plan that `to_json` wrote."""
         value: dict[str, Any] = json.loads(text)
         value["mesh"] = MeshSpec.of(**value["mesh"])
+        value["recompute"] = parse_recompute(value.get("recompute", "none"))
         value["policy"] = dataclasses.replace(find_policy(value["policy"]["name"]), **value["policy"])
         return cls(**value)

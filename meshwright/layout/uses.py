@@ -8,8 +8,9 @@ while another backward of the unit is to come, reduced once. Knows no tensors an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from meshwright.layout.accounting import num_calls, shard_calls
 from meshwright.layout.bucket import Unit
@@ -32,13 +33,20 @@ class UnitUses:
 
 
 def calls_of_uses(
-    policy: ShardingPolicy, units: Sequence[Unit], uses: Iterable[UnitUses]
+    policy: ShardingPolicy,
+    units: Sequence[Unit],
+    uses: Iterable[UnitUses],
+    *,
+    again: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[Counter[str]]:
-    """Logical collectives of zero3 in each micro-batch in turn, by operation, on each rank."""
+    """Logical collectives of zero3 in each micro-batch in turn, by operation, on each rank.
+
+    `again`: name of a unit to those that run again, in order, when its backward begins (`plan.recompute`).
+    """
     assert policy.shards_parameters, f"{policy.name} does not gather by use"
     if not units or units[0].buckets[0].num_shards == 1:
         return [Counter() for _ in uses]
-    gathering = _Gathering(policy, {unit.name: unit for unit in units})
+    gathering = _Gathering(policy, {unit.name: unit for unit in units}, again)
     return [gathering.micro_batch(use) for use in uses]
 
 
@@ -48,6 +56,7 @@ class _Gathering:
 
     policy: ShardingPolicy
     units: dict[str, Unit]
+    again: Mapping[str, Sequence[str]]
     calls: Counter[str] = field(default_factory=Counter)
     held: set[str] = field(default_factory=set)
 
@@ -97,6 +106,10 @@ class _Gathering:
             open_unit = name
             position = max((i for i in range(position) if order[i] == name), default=0)
             self._gather_ahead(order, position - 1)
+            for other in self.again.get(name, ()):
+                if other not in self.held:
+                    self._gather(other)
+                    self.held.discard(other)
 
     def _gather_ahead(self, order: list[str], position: int) -> None:
         if 0 <= position < len(order):

@@ -340,6 +340,11 @@ class ShardingEngine:
             memory.update_gradient.mul_(factor)
 
     @property
+    def gatherer(self) -> Gatherer | None:
+        """zero3: what gathers weights around their use."""
+        return self._gatherer
+
+    @property
     def gathered_units(self) -> list[str]:
         """zero3: names of the units whose weights are gathered or on their way now."""
         return self._gatherer.gathered if self._gatherer is not None else []

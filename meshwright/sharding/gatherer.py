@@ -25,6 +25,7 @@ rank must run the same units in the same order (checked once a step).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.comm.ops import Group, Handle
+from meshwright.nested import tensors_in
 from meshwright.sharding.memory import BucketMemory, BufferPool
 
 Phase = Literal["idle", "forward", "backward", "evaluation"]
@@ -180,6 +182,40 @@ class Gatherer:
                 self._release(unit)
         if self._order:
             self._expected = list(self._order)
+
+    # While layers run again in backward, see `recompute/executor.py`.
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Within it the weights of module `name` are gathered; afterwards they are as before, or open to a backward."""
+        units = [u for u in self._blocks if name == u.name or name.startswith(f"{u.name}.")]
+        before = [unit.state for unit in units]
+        for unit in units:
+            self._wait(unit)
+        try:
+            yield
+        finally:
+            for unit, state in zip(units, before, strict=True):
+                if state == "released" and unit is not self._open:
+                    self._release(unit)
+
+    def pack(self, tensor: Tensor) -> object:
+        """What to keep of a tensor that autograd saves: where a weight lies, or the tensor."""
+        for unit in self._blocks:
+            if unit.state == "ready":
+                packed = self._pack(unit, tensor)
+                if isinstance(packed, _SavedWeight):
+                    return packed
+        return _SavedTensor(tensor, tensor._version)
+
+    def unpack(self, packed: object) -> Tensor:
+        """The tensor behind what `pack` returned; a weight is gathered if it is not."""
+        return self._unpack(packed)
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether it is a gathered weight or a view of one."""
+        units = [*self._blocks, *([self._root] if self._root else [])]
+        return any(memory.holds(tensor) for unit in units for memory in unit.memories)
 
     # Hooks.
 
@@ -361,18 +397,3 @@ class _Once:
     def __call__(self, _grad: Tensor) -> None:
         if not self._done:
             self._done = self._action()
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Tensors inside nested tuples, lists, dicts and dataclass-like outputs."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name))

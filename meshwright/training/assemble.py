@@ -50,5 +50,5 @@ def shard_model(
         compute_dtype=COMPUTE_DTYPES[plan.precision],
         offload=plan.offload == "optimizer",
     )
-    registry.install(model, engine, dropout_kind=dropout)
+    registry.install(model, engine, dropout_kind=dropout, recompute=plan.recompute)
     return engine

@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from meshwright.nested import map_tensors
 from meshwright.presets import machine_of_device
 from meshwright.training.precision import COMPUTE_DTYPES
-from meshwright.training.tree import cast_batch, map_tensors
+from meshwright.training.tree import cast_batch
 
 _MEASURED_SIZE = 1024
 _MEASURED_SECONDS = 0.2

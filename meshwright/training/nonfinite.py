@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from meshwright.comm import ops
 from meshwright.errors import NumericsError
+from meshwright.nested import tensors_in
 from meshwright.sharding.engine import ShardingEngine
-from meshwright.sharding.gatherer import tensors_in
 from meshwright.training.step import Loss
 
 _TEXT_BYTES = 256

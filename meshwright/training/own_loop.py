@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import LoopError, NumericsError
+from meshwright.nested import tensors_in
 from meshwright.sharding.engine import ShardParameter
-from meshwright.sharding.gatherer import tensors_in
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.normaliser import checked_loss
 from meshwright.training.own_step import (

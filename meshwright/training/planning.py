@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.layout.plan import TrainPlan
+from meshwright.layout.recompute import parse_recompute
 from meshwright.training.config import RunConfig
 from meshwright.training.optimizer_kinds import check_optimizer
 
@@ -34,6 +35,7 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         ownership=config.plan.ownership,
         sync=config.plan.sync,
         transport=config.plan.transport,
+        recompute=parse_recompute(config.plan.recompute),
     )
     plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source

@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from meshwright.adapt import precision as adapter
 from meshwright.errors import PlanError
 from meshwright.layout.plan import Precision, TrainPlan
+from meshwright.recompute.install import offload_warnings
 from meshwright.sharding.units import parameters_in_master_type
 from meshwright.training.tree import cast_batch
 
@@ -39,8 +40,8 @@ def is_low(precision: Precision) -> bool:
 
 
 def warnings_of(plan: TrainPlan, device: torch.device) -> list[str]:
-    """W207 and W208 where the plan brings nothing on this device."""
-    texts = []
+    """W207, W208 and W210 where the plan brings nothing on this device."""
+    texts = offload_warnings(plan.recompute, device)
     if plan.precision == "fp16" and device.type == "cpu":
         texts.append(
             'W207 plan.precision = "fp16" on CPU processes: products of fp16 matrices are slower than in float32, '

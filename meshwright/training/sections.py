@@ -8,7 +8,6 @@ Contract keys that are not built yet are known here, so that they give E110 and 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +27,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, PlanError
+from meshwright.layout.recompute import parse_recompute
 from meshwright.presets import find_model
 from meshwright.training.units import (
     EvalEvery,
@@ -61,7 +61,6 @@ DATA_READERS: Mapping[str, str] = MappingProxyType(
 DATA_NAMES = ("stdlib", "digits")
 _SOURCES = '"preset:NAME", "hf:PATH_OR_ID" or "py:MODULE:FUNCTION"'
 _Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-_RECOMPUTE = re.compile(r"none|full|selective|constant|offload|every:[1-9][0-9]*|budget:.+")
 
 _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -75,7 +74,6 @@ _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "cp": (1,),
         "cp_kind": (None,),
         "ep": (1,),
-        "recompute": ("none",),
         "transport": ("auto", "gloo", "shm", "nccl"),
         "sync": ("native", "ring", "tree", "hierarchical"),
         "servers": (None,),
@@ -409,11 +407,11 @@ class PlanConfig(Section):
     @field_validator("recompute", mode="before")
     @classmethod
     def _recompute(cls, value: object) -> object:
-        names = list(value.values()) if isinstance(value, dict) and value else [value]
-        if all(isinstance(name, str) and _RECOMPUTE.fullmatch(name) for name in names):
-            return value
-        legal = "none, full, selective, every:k, constant, offload, budget:BYTES or { pattern = policy }"
-        raise problem("E109", f"{toml_literal(value)}: write one of {legal}")
+        try:
+            parse_recompute(value if isinstance(value, dict) else str(value))
+        except PlanError as error:
+            raise problem(error.code, f"{toml_literal(value)}: {error.message}") from None
+        return value
 
 
 class SaveConfig(Section):

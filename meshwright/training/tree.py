@@ -1,25 +1,13 @@
-"""Batches are nested containers of tensors; this walks them and keeps their structure."""
+"""Batches: nested containers of tensors with samples along their first dim."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `function` applied to every tensor in nested dicts, lists, tuples and named tuples."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value
+from meshwright.nested import map_tensors
 
 
 def cast_batch(batch: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:

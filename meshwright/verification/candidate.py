@@ -8,7 +8,7 @@ is gathered. Must not judge. Runs on CPU processes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.accounting import copies_calls, declared_calls
 from meshwright.layout.uses import calls_of_uses
+from meshwright.recompute.install import reruns_of_model
 from meshwright.sharding.engine import ShardParameter
 from meshwright.training.assemble import shard_model
 from meshwright.training.clip import clip_coefficient
@@ -39,7 +40,7 @@ from meshwright.training.task import Task
 from meshwright.training.tree import cast_batch
 from meshwright.verification.contributions import Contributions
 from meshwright.verification.handover import load_rank, save_rank
-from meshwright.verification.job import Handover, RankReport, Reference, Samples, VerifyJob
+from meshwright.verification.job import Handover, RankReport, Reference, Samples, Uses, VerifyJob
 from meshwright.verification.observe import ModuleObserver
 from meshwright.verification.rank import CandidateRank
 from meshwright.verification.sources import GradientSamples
@@ -360,7 +361,9 @@ class _Candidate:
         """Collectives of each step: the policy's formula, batch statistics, and the one small reduction."""
         engine, per_step = self._rank.engine, self._job.plan.num_microbatches
         uses, by_use = self._reference.uses, engine.policy.shards_parameters
-        units = calls_of_uses(engine.policy, engine.units, [use.units for use in uses]) if by_use else []
+        again = reruns_of_model(engine.model, self._job.plan.recompute)
+        in_order = [use.units for use in uses]
+        units = calls_of_uses(engine.policy, engine.units, in_order, again=again) if by_use else []
         copies = engine.groups.replicate
         between = copies_calls(engine.units, num_copies=copies.size if engine.policy.shards_optimizer else 1)
         declared = []
@@ -374,7 +377,7 @@ class _Candidate:
             for op, count in between.items():
                 named[_call_name(op, copies.axis)] += count
             if self._group.size > 1:
-                named["all_reduce"] += 1 + sum(use.num_statistics for use in uses[part])
+                named["all_reduce"] += 1 + sum(_num_statistics(use, again) for use in uses[part])
             declared.append(dict(named))
         return tuple(declared)
 
@@ -382,6 +385,16 @@ class _Candidate:
         """Whether these names are still one tensor: one Parameter in one memory."""
         parameters = [self._rank.engine.model.get_parameter(name) for name in names]
         return all(parameter is parameters[0] for parameter in parameters)
+
+
+def _num_statistics(uses: Uses, again: Mapping[str, Sequence[str]]) -> int:
+    """Sums of batch statistics of a micro-step, those of modules that run again included."""
+    reruns = [name for names in again.values() for name in names]
+    repeated = sum(
+        count * sum(layer == name or layer.startswith(f"{name}.") for name in reruns)
+        for layer, count in uses.forward_statistics
+    )
+    return uses.num_statistics + repeated
 
 
 def _call_name(op: str, axis: str) -> str:

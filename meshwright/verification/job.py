@@ -75,10 +75,12 @@ class Uses:
     Attributes:
         units: in which order they ran.
         num_statistics: sums of batch statistics, forward and backward.
+        forward_statistics: those of the forward alone, by name of the module that takes them.
     """
 
     units: UnitUses
     num_statistics: int
+    forward_statistics: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

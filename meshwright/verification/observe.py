@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.sharding.gatherer import tensors_in
+from meshwright.nested import tensors_in
 from meshwright.sharding.units import find_units
 
 # (name of the output, value) -> None

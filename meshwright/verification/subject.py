@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from meshwright.data.batches import MapStyle
 from meshwright.errors import ConfigError
 from meshwright.layout.plan import Precision
+from meshwright.nested import map_tensors
 from meshwright.sharding.memory import give_memory
 from meshwright.training.determinism import prepare
 from meshwright.training.flops import FlopsPerSample
@@ -27,7 +28,7 @@ from meshwright.training.normaliser import sum_and_count
 from meshwright.training.precision import MASTER_DTYPES, check_runs, to_master
 from meshwright.training.step import Loss
 from meshwright.training.task import Task, make_task
-from meshwright.training.tree import cast_batch, map_tensors
+from meshwright.training.tree import cast_batch
 from meshwright.verification.job import Functions, Samples, VerifyJob
 
 # Samples on which a bare scalar loss must be a mean.

@@ -5,8 +5,10 @@ Owns hooks on the reference's model. Knows nothing of engines: it sees when modu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.adapt.batch_norm import find_batch_norms, num_sums
 from meshwright.layout.uses import UnitUses
-from meshwright.sharding.gatherer import tensors_in
+from meshwright.nested import tensors_in
 from meshwright.sharding.units import find_units
 from meshwright.verification.job import Uses
 
@@ -32,8 +34,9 @@ class UseObserver:
         for name, unit in find_units(model).items():
             unit.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
             unit.register_forward_hook(lambda _m, _args, output, name=name: self._leave(name, output))
+        names = {module: name for name, module in model.named_modules()}
         for module in find_batch_norms(model):
-            module.register_forward_pre_hook(self._before_statistics)
+            module.register_forward_pre_hook(partial(self._before_statistics, names[module]))
             module.register_forward_hook(self._after_statistics)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -45,7 +48,7 @@ class UseObserver:
         self._clear()
         yield
         units = UnitUses(tuple(self._forwards), tuple(self._backwards), frozenset(self._trained))
-        self.seen.append(Uses(units, self._num_statistics))
+        self.seen.append(Uses(units, self._num_statistics, tuple(self._statistics.items())))
         self._clear()  # places hold a graph, which holds parameters, whose hooks hold this: no collector sees that
 
     def _clear(self) -> None:
@@ -54,6 +57,7 @@ class UseObserver:
         self._trained: set[str] = set()
         self._places: set[tuple[object, int]] = set()
         self._num_statistics = 0
+        self._statistics: Counter[str] = Counter()
 
     def _enter(self, name: str) -> None:
         if _in_backward():
@@ -86,8 +90,11 @@ class UseObserver:
         self._places.add(place)
         return is_new
 
-    def _before_statistics(self, module: nn.Module, args: Any) -> None:
-        self._num_statistics += num_sums(args[0]) if module.training else 0
+    def _before_statistics(self, name: str, module: nn.Module, args: Any) -> None:
+        sums = num_sums(args[0]) if module.training else 0
+        self._num_statistics += sums
+        if not _in_backward():
+            self._statistics[name] += sums
 
     def _after_statistics(self, module: nn.Module, args: Any, output: Tensor) -> None:
         if module.training and output.requires_grad and args[0].requires_grad:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from meshwright.sharding.gatherer import tensors_in
+from meshwright.nested import tensors_in
 from meshwright.training.clip import clip_coefficient
 from meshwright.verification.job import Reference
 from meshwright.verification.rank import CandidateRank

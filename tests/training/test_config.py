@@ -209,7 +209,11 @@ stages = [
             'E109 command line  model.init = "pretrained": only an "hf:" model has it, not "pre',
         ),
         ("model.task=masked_lm", 'E109 command line  model.task = "masked_lm": only an "hf:" model has it'),
-        ("plan.recompute=some", 'E109 command line  plan.recompute = "some": write one of none, full'),
+        ("plan.recompute=some", 'E240 command line  plan.recompute = "some": \'some\' is none of none'),
+        (
+            "plan.recompute=every:0",
+            'E240 command line  plan.recompute = "every:0": behind every stands a number',
+        ),
         (
             "train.stop_at=60 s",
             'E109 command line  train.stop_at = "60 s": the number of steps is not known then',
@@ -242,8 +246,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
         "plan.cp=2",
         "plan.cp_kind=ring",
         "plan.ep=2",
-        "plan.recompute=every:2",
-        'plan.recompute={"layers.*" = "full"}',
         "plan.sync=parameter_server",
         "plan.servers=2",
         "plan.staleness=1",

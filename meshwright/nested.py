@@ -1,0 +1,36 @@
+"""Tensors inside nested containers: batches, arguments and results of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """`value` with `function` applied to every tensor in nested dicts, lists, tuples and named tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Tensors inside nested tuples, lists, dicts and dataclass-like outputs."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name))

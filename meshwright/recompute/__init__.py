@@ -1,0 +1,1 @@
+"""Runs layers of an unmodified module again in backward instead of keeping what they saved."""

@@ -1,0 +1,83 @@
+"""Bytes of live tensors while anything runs: real, fake or meta ones, on any device.
+
+Counts storages, not tensors: views and changes in place are free. A storage is counted from the operation that returns
+it to the end of its life, so memory inside of an operation (workspaces) and of storages that are resized is not seen.
+Linear in the number of operations, about 10 µs each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.nested import tensors_in
+
+
+class LiveBytes(TorchDispatchMode):
+    """Enter it around what is to be measured.
+
+    Args:
+        known: tensors that are there already and are not counted.
+        label: names what is made now; asked once for each new storage. Its bytes are counted under that name.
+
+    Attributes:
+        now: bytes alive, by label.
+        peak: most bytes alive at once, all labels together.
+        at_peak: bytes by label at that moment.
+        peak_operation: the operation that reached it.
+    """
+
+    def __init__(
+        self, known: Iterable[Tensor] = (), *, label: Callable[[], str] = lambda: "activations"
+    ) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._label = label
+        self._sizes: dict[int, tuple[str, int]] = {}
+        self.now: dict[str, int] = {}
+        self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self.peak_operation = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes alive."""
+        return sum(self.now.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self._add(tensor)
+        if self.total > self.peak:
+            self.peak, self.at_peak, self.peak_operation = self.total, dict(self.now), str(func)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes or key in self._known:
+            return
+        label, nbytes = self._label(), storage.nbytes()
+        self._sizes[key] = (label, nbytes)
+        self.now[label] = self.now.get(label, 0) + nbytes
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        label, nbytes = self._sizes.pop(key)
+        self.now[label] -= nbytes
+
+
+def saved_bytes(forward: Callable[[], Tensor], known: Iterable[Tensor] = ()) -> int:
+    """Bytes that are alive between the forward and the backward of `forward`: what it keeps, its result left out."""
+    with LiveBytes(known) as meter:
+        result = forward()
+        total = meter.total
+        own = result.untyped_storage().nbytes() if isinstance(result, torch.Tensor) else 0
+    return total - own

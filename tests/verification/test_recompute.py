@@ -1,0 +1,90 @@
+"""plan.recompute under every sharding policy computes what one device does, with the collectives that are declared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright
+from meshwright.errors import PlanError
+from tests.parity.cover import pairwise
+from tests.verification.models import Rows, loss_of_labels
+from tests.verification.test_verify import Tokens, language_model_loss, make_gpt
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.BatchNorm1d(dim), nn.Linear(dim, dim), nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.linear(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Batch statistics and dropout in repeated blocks, and a parameter outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = Rows()[0]["x"].shape[-1]
+        self.blocks = nn.ModuleList(Block(width) for _ in range(5))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+SUBJECTS = {
+    "blocks": (Blocks, loss_of_labels, Rows()),
+    "gpt": (make_gpt, language_model_loss, Tokens()),
+}
+FACTORS = {
+    "subject": list(SUBJECTS),
+    "zero": [0, 1, 2, 3],
+    "processes": [1, 2, 3],
+    "recompute": ["full", "every:2", "constant", "selective", "offload"],
+    "precision": ["fp64", "bf16"],
+}
+NUM_DEFAULT = 5
+CASES = [
+    pytest.param(
+        case,
+        id="-".join(map(str, case.values())),
+        marks=pytest.mark.parity if number >= NUM_DEFAULT else (),
+    )
+    for number, case in enumerate(pairwise(FACTORS))
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_runs_again_changes_nothing(case, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    build, loss, data = SUBJECTS[case["subject"]]
+    result = meshwright.verify(
+        build,
+        loss,
+        data,
+        plan=f"zero={case['zero']},recompute={case['recompute']},bucket_bytes=4096 bytes",
+        processes=case["processes"],
+        precision=case["precision"],
+        resume=False,
+    )
+    assert result.ok, result.table()
+    assert f"recompute {case['recompute']}" in result.candidate
+
+
+@pytest.mark.parity
+def test_patterns_under_zero3(monkeypatch) -> None:
+    plan = 'zero=3,recompute={"blocks.0" = "none", "blocks.[1-3]" = "every:2", "*.norm" = "full"}'
+    result = meshwright.verify(Blocks, loss_of_labels, Rows(), plan=plan, processes=2, resume=False)
+    assert result.ok, result.table()
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(PlanError, match="is for repeated blocks"):
+        meshwright.verify(
+            lambda: nn.Linear(6, 5), loss_of_labels, Rows(), plan="recompute=full", processes=2, resume=False
+        )
