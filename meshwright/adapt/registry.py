@@ -34,10 +34,10 @@ def install(
             plan.recompute that matches nothing.
     """
     if dropout_kind == "stateless":
-        dropout.check_modules(model, num_ranks=engine.group.size)
+        dropout.check_modules(model, num_ranks=engine.groups.num_workers)
     undos = [
         precision.install(model, engine.compute_dtype),
-        batch_norm.install(model, engine.group),
+        batch_norm.install(model, engine.groups.workers),
         linear.install(model, engine),
         # Last, around all of these: what runs again is what ran.
         install_recompute(model, recompute, weights=engine.gatherer).undo,

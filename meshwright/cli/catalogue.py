@@ -302,6 +302,20 @@ CATALOGUE = (
         "Take a plan.sync that the message names, or plan.zero=0.",
     ),
     CodeEntry(
+        "E222",
+        "parameter servers that this plan cannot have",
+        'plan.servers and plan.staleness say how plan.sync = "parameter_server" works. The servers are the last ranks '
+        "of the world and compute no gradient, so at least one rank more must be there to work.",
+        "Set plan.sync=parameter_server, or leave both out; start servers + workers processes.",
+    ),
+    CodeEntry(
+        "E223",
+        "what parameter servers do not do",
+        "A server has no samples and does not run the model: it sums what workers push, updates its parameters and "
+        "sends them back. What needs the model, or one step of all ranks together, cannot run there.",
+        "The message names what can: a key to leave out, or plan.sync=native.",
+    ),
+    CodeEntry(
         "E224",
         "a transport that cannot carry this plan",
         'plan.transport = "shm" is for CPU processes of one host on x86-64 Linux; "gloo" for CPU processes, "nccl" for '
@@ -369,6 +383,13 @@ CATALOGUE = (
         "unsupported platform",
         "Training runs on Linux and macOS.",
         "On Windows use WSL: wsl --install, then install inside it.",
+    ),
+    CodeEntry(
+        "E406",
+        "a worker further ahead than plan.staleness allows",
+        "A parameter server saw a worker in a step that is more than plan.staleness ahead of the slowest. Servers "
+        "answer late enough that this cannot be, so a message was lost or doubled, or the program is wrong.",
+        "Report it with the run's folder. To go on, leave plan.staleness out: all workers then make a step together.",
     ),
     CodeEntry(
         "E407",

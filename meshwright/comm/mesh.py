@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -172,13 +172,15 @@ class Mesh:
         axis_sets: groups to make, name to axes; every rank must ask for the same ones in the same order.
         sync: which algorithms carry out the collectives, as in `plan.sync`.
         transport: what carries them, as in `plan.transport`.
+        servers: ranks behind those of the axes that hold parameters; they are in the group `dp` and at no
+            coordinates. The workers alone are the group `workers`.
 
     Attributes:
         transport: what was asked for.
         warnings: W401 where ranks of one host could not share memory.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run may ask of its ranks
         self,
         spec: MeshSpec,
         world: World,
@@ -188,16 +190,19 @@ class Mesh:
         axis_sets: Mapping[str, Sequence[str]] | None = None,
         sync: str = "native",
         transport: TransportName = "gloo",
+        servers: int = 0,
     ) -> None:
-        if spec.world_size != world.size:
+        if spec.world_size + servers != world.size:
             sizes = " x ".join(f"{name} {size}" for name, size in spec.sizes().items())
-            raise PlanError("E200", f"{sizes} = {spec.world_size}, but {world.size} processes started")
+            total = f"{sizes} = {spec.world_size}" + (f" and {servers} servers" if servers else "")
+            raise PlanError("E200", f"{total}, but {world.size} processes started")
         self.spec = spec
         self.world = world
         self.rank = world.rank
         self.device = device
         self.log = log
-        self.coordinates = spec.coordinates(world.rank)
+        self.num_servers = servers
+        self.coordinates = spec.coordinates(world.rank) if world.rank < spec.world_size else {}
         self._algorithms = SYNC_ALGORITHMS[sync]
         if self._algorithms and device.type != "cpu":
             raise PlanError(
@@ -211,6 +216,9 @@ class Mesh:
         self._sharing: list[SharedTransport] = []
         self.warnings: list[str] = []
         self._local_size = self._agreed_local_size() if self._algorithms else 1
+        if servers:
+            self._groups = self._server_groups()
+            return
         sets = axis_sets or self._data_axes()
         self._groups = {name: self._make_group(name, axes) for name, axes in sets.items()}
 
@@ -226,6 +234,9 @@ class Mesh:
     def data_groups(self) -> DataGroups:
         """The data-parallel ranks as the mesh factors them: dp_replicate copies, each over dp_shard x cp ranks."""
         everyone = self.group("dp")
+        if self.num_servers:
+            groups = DataGroups.of(everyone)
+            return replace(groups, computing=self.group("workers"), num_servers=self.num_servers)
         copies = self.spec.size("dp_replicate")
         if copies == 1:
             return DataGroups.of(everyone)
@@ -251,17 +262,36 @@ class Mesh:
             # Every rank makes every group, in the same order: torch's rule.
             made = {group: dist.new_group(list(group)) for group in self.spec.groups(axes)}
             process_group = made[ranks]
-        assert process_group is not None, f"group {name} of ranks {ranks} has no process group: not connected"
+        return Group(name, ranks, index, self._transport(process_group, ranks, index), self.log)
+
+    def _server_groups(self) -> dict[str, Group]:
+        """All ranks, whose sums go to servers and come from there, and the workers with the transport's own.
+
+        By Gloo: a server waits for several workers at once, in threads that must not look for messages all the time.
+        """
+        workers, everyone = tuple(range(self.spec.world_size)), tuple(range(self.world.size))
+        transport = self._transport(dist.group.WORLD, everyone, self.rank)
+        together = Group("dp", everyone, self.rank, transport, self.log)
+        process_group = dist.new_group(list(workers)) if len(workers) > 1 else None
+        if self.rank in workers and process_group is not None:
+            own = GlooTransport(process_group, self.rank, len(workers))
+            return {"dp": together, "workers": Group("workers", workers, self.rank, own, self.log)}
+        return {"dp": together, "workers": alone("workers", together)}
+
+    def _transport(
+        self, process_group: dist.ProcessGroup | None, ranks: tuple[int, ...], index: int
+    ) -> Transport:
+        assert process_group is not None, f"the group of ranks {ranks} has no process group: not connected"
         transport = self._make_transport(process_group, ranks, index)
-        if self._algorithms:
-            choice = Choice(self._algorithms, ranks_per_node=self._ranks_per_node(ranks))
-            transport = ExchangeTransport(transport, index, len(ranks), choice)
-        return Group(name, ranks, index, transport, self.log)
+        if not self._algorithms:
+            return transport
+        choice = Choice(self._algorithms, self._ranks_per_node(ranks), self.num_servers)
+        return ExchangeTransport(transport, index, len(ranks), choice)
 
     def _make_transport(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int) -> Transport:
         if self.device.type == "cuda":
             return NcclTransport(group, index, len(ranks))
-        if self.transport in ("auto", "shm"):
+        if self.transport in ("auto", "shm") and not self.num_servers:
             shared = share_memory(self._host, group, ranks, index)
             if isinstance(shared, SharedTransport):
                 self._sharing.append(shared)

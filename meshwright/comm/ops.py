@@ -50,11 +50,30 @@ class DataGroups:
         all: every data-parallel rank: samples are cut over it, and what a step agrees on is summed over it.
         shard: ranks that together hold one copy.
         replicate: ranks that hold the same part of different copies.
+        computing: the workers where some ranks are parameter servers, on a server this rank alone; None: all.
+        num_servers: ranks at the end of `all` that hold the parameters and have no samples.
     """
 
     all: Group
     shard: Group
     replicate: Group
+    computing: Group | None = None
+    num_servers: int = 0
+
+    @property
+    def workers(self) -> Group:
+        """Ranks that run the model: over them samples are cut and batch statistics summed."""
+        return self.all if self.computing is None else self.computing
+
+    @property
+    def num_workers(self) -> int:
+        """How many they are, on a server too."""
+        return self.all.size - self.num_servers
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank holds parameters and has no samples."""
+        return self.all.index >= self.num_workers
 
     @classmethod
     def of(cls, group: Group) -> DataGroups:

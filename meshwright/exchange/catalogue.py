@@ -16,7 +16,7 @@ from meshwright.exchange.hierarchical import hierarchical_chunks, hierarchical_p
 from meshwright.exchange.pairwise import pairwise_program
 from meshwright.exchange.program import Collective, Exchange, Program
 from meshwright.exchange.ring import ring_chunks, ring_program
-from meshwright.exchange.server import server_program
+from meshwright.exchange.server import pull_program, push_program, server_program
 from meshwright.exchange.tree import tree_chunks, tree_program
 
 
@@ -41,7 +41,9 @@ ALGORITHMS = (
     Algorithm("tree", ("all_reduce", "broadcast", "reduce"), "binomial tree; fewest steps, whole buffers"),
     Algorithm("hierarchical", ("all_reduce",), "rings inside nodes, then between them"),
     Algorithm("pairwise", ("all_to_all",), "a new partner each step"),
-    Algorithm("parameter_server", ("all_reduce",), "workers push to servers, and pull the sum"),
+    Algorithm(
+        "parameter_server", ("all_reduce", "reduce", "broadcast"), "workers push to servers, and pull the sum"
+    ),
 )
 
 
@@ -75,7 +77,7 @@ def generate(
         num_ranks: ranks that bring values; servers come on top.
         ranks_per_node: neighbouring ranks on one host (hierarchical).
         num_servers: servers (parameter_server).
-        root: of a broadcast or reduce.
+        root: of a broadcast or reduce; of parameter_server the number of a server.
 
     Raises:
         PlanError: E220 for an unknown algorithm, or a collective that it does not carry out.
@@ -102,8 +104,11 @@ def generate(
             return Generated(chunks, lambda rank: hierarchical_program(num_ranks, rank, ranks_per_node))
         case "pairwise":
             return Generated(num_ranks, partial(pairwise_program, collective, num_ranks))
-        case "parameter_server":
+        case "parameter_server" if collective == "all_reduce":
             return Generated(num_servers, partial(server_program, num_ranks, num_servers))
+        case "parameter_server":
+            half = push_program if collective == "reduce" else pull_program
+            return Generated(1, partial(half, num_ranks, num_ranks + root))
     raise AssertionError(f"{algorithm} is in ALGORITHMS and has no generator here")
 
 
@@ -127,7 +132,8 @@ def make_exchange(
     )
     servers = num_servers if algorithm == "parameter_server" else 0
     programs = tuple(made.program(rank) for rank in range(num_ranks + servers))
-    return Exchange(algorithm, collective, made.num_chunks, programs, root, servers)
+    at = root + num_ranks if servers else root
+    return Exchange(algorithm, collective, made.num_chunks, programs, at, servers)
 
 
 def _find(name: str) -> Algorithm:

@@ -216,7 +216,8 @@ def promised_value(exchange: Exchange, rank: int, chunk: int) -> Value | None:
         case "all_gather":
             return Counter({(chunk, chunk): 1})
         case "broadcast":
-            return Counter({(exchange.root, chunk): 1})
+            asked = rank < exchange.num_workers or rank == exchange.root
+            return Counter({(exchange.root, chunk): 1}) if asked else None
         case _:
             return Counter({(chunk, rank): 1})
 

@@ -15,6 +15,8 @@ on H nodes, W workers and K servers):
 | hierarchical | all_reduce | 2(k-1) + 2(H-1) | 2(k-1)/k·S + 2(H-1)/H·S/k | the same |
 | pairwise | all_to_all | N-1 | (N-1)/N·S | the same |
 | parameter_server | all_reduce | W + 1 | S | W·S/K (a server) |
+| parameter_server | reduce (a push) | W | S | W·S (its server) |
+| parameter_server | broadcast (a pull) | 1 | 0 | W·S (its server) |
 
 Simplifications of the time: a link carries both directions at full rate, messages of different ranks do not slow each
 other, and adding costs nothing.
@@ -112,6 +114,9 @@ def formula(
     """
     n, s = num_ranks, nbytes
     depth = (n - 1).bit_length()
+    if algorithm == "parameter_server" and collective != "all_reduce":
+        pushes = collective == "reduce"
+        return Cost(n if pushes else 1, s if pushes else 0, n * s, n * s)
     if algorithm == "parameter_server":
         through = n * s / num_servers
         return Cost(n + 1, s, max(through, s), 2 * through)

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import cloudpickle
 
-from meshwright.errors import ConfigError, WorkerError
+from meshwright.errors import ConfigError, PlanError, WorkerError
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.training.config import Resolved, RunConfig, load_config
-from meshwright.training.planning import local_world_size, plan_of
+from meshwright.training.planning import local_world_size, num_workers_of, plan_of
 from meshwright.verification.cut import cut_overrides, eps_override
 from meshwright.verification.job import Functions, Handover, RankReport, Reference, VerifyJob
 from meshwright.verification.judge import judge
@@ -155,7 +155,8 @@ def _config_of_functions(plan: str, processes: int, options: VerifyOptions) -> R
     overrides.append(f"train.seed={options.get('seed', 0)}")
     config = load_config(None, overrides).config
     micro = config.plan.micro_batch or _DEFAULT_MICRO_BATCH
-    batch = options.get("global_batch", processes * micro * _DEFAULT_MICROBATCHES)
+    workers = num_workers_of(config, processes)
+    batch = options.get("global_batch", workers * micro * _DEFAULT_MICROBATCHES)
     overrides.append(f"train.global_batch={batch}")
     if config.plan.micro_batch is None and "global_batch" not in options:
         overrides.append(f"plan.micro_batch={micro}")
@@ -188,7 +189,7 @@ def verify_loaded(load: Callable[[Sequence[str]], Resolved], options: SourceOpti
     first = load(overrides).config
     processes = options.processes or _processes_of(first)
     overrides.append(f"plan.processes={processes}")
-    cut = [] if options.full else cut_overrides(first, processes=processes)
+    cut = [] if options.full else cut_overrides(first, processes=num_workers_of(first, processes))
     resolved = load([*overrides, *cut, *eps_override(first)])
     return verify_config(
         resolved, processes=processes, steps=options.steps, is_cut=bool(cut), resume=options.resume
@@ -227,7 +228,16 @@ def run_job(job: VerifyJob, *, model: str, resume: bool = True) -> VerifyResult:
         job: what to compare.
         model: words for the result.
         resume: whether another layout also goes on from a checkpoint of the candidate, if that is right.
+
+    Raises:
+        PlanError: E223 for an asynchronous plan.
     """
+    if job.plan.staleness is not None:
+        raise PlanError(
+            "E223",
+            f"plan.staleness = {job.plan.staleness}: an asynchronous run has another result each time, so there is no "
+            f"reference to hold it against. Verify the plan without plan.staleness.",
+        )
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
     handover = Handover(folder / "checkpoint", job.steps - 1) if resume else None
@@ -262,7 +272,7 @@ def _measure(
     """What the ranks of `job` measured, on local processes."""
     return run_local(
         partial(_candidate, cloudpickle.dumps(job), reference, folder / _TENSORS, (save, load)),
-        processes=job.plan.mesh.world_size,
+        processes=job.plan.world_size,
         run_dir=folder / ("candidate" if load is None else "resumed"),
     )
 
@@ -279,7 +289,7 @@ def result_of(
     return VerifyResult(
         checks=judge(reference, ranks, sizes),
         reference=f"one process, {precision}",
-        candidate=f"{job.plan.describe()} on {job.plan.mesh.world_size} CPU processes ({transport})",
+        candidate=f"{job.plan.describe()} on {job.plan.world_size} CPU processes ({transport})",
         model=model,
         seconds=seconds,
         peak_memory_bytes={
@@ -326,12 +336,17 @@ def _lock_overrides(path: Path) -> list[str]:
             f"{str(path)!r} names no model; it is read from {str(beside)!r}, which is missing. Give the "
             f"plan.lock.json of a run folder, or the run file with --plan.",
         )
-    zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[plan.policy.name]
-    sizes = [f"plan.dp={plan.mesh.dp}", f"plan.processes={plan.mesh.dp}", f"plan.zero={zero}"]
+    zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "parameter_server": 0}[plan.policy.name]
+    sizes = [f"plan.dp={plan.mesh.dp}", f"plan.processes={plan.world_size}", f"plan.zero={zero}"]
     if plan.mesh.size("dp_replicate") > 1:
         sizes.append(f"plan.hsdp={plan.mesh.size('dp_shard')}")
+    if plan.servers:
+        sizes.append(f"plan.servers={plan.servers}")
+    else:
+        sizes.append(f"plan.ownership={plan.policy.ownership}")
+    if plan.staleness is not None:
+        sizes.append(f"plan.staleness={plan.staleness}")
     sizes += [
-        f"plan.ownership={plan.policy.ownership}",
         f"plan.sync={plan.sync}",
         f"plan.transport={plan.transport}",
         f"plan.offload={plan.offload}",

@@ -9,7 +9,8 @@ runs. With N bytes of padded parameters over P ranks and A micro-batches, per ra
 | zero2 | (A+1)(P-1)/P·N | N + 3N/P, and two open buckets |
 | zero3, U units | A·((2U-1 gathers) + U reduce-scatters) | 4N/P, and gathered units |
 
-With whole ownership the bytes are the means over ranks: an owner receives what others send. Over R copies of P ranks
+With whole ownership the bytes are the means over ranks: an owner receives what others send. With parameter servers
+see `server_wire_bytes`. Over R copies of P ranks
 each (hsdp) every rank sends another 2(R-1)/R·N/P once a step.
 
 In a plan of 16 bits weights have 2 bytes an element, on the wire too; gradients, sums of them on the wire, optimizer
@@ -164,6 +165,19 @@ def declared_wire_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, num_mi
     return moved * (shards - 1) // shards
 
 
+def server_wire_bytes(units: Sequence[Unit], *, num_workers: int, index: int) -> tuple[int, int]:
+    """Bytes that rank `index` (sends, receives) in one step with parameter servers, without the one small reduction.
+
+    A worker pushes all gradients and pulls all weights; a server does this with its own part, once for each worker.
+    """
+    buckets = _trained(units)
+    gradients, weights = _gradient_bytes(buckets), _nbytes(buckets)
+    if index < num_workers:
+        return gradients, weights
+    part = sum(bucket.shard_numel(index) * bucket.master_itemsize for bucket in buckets)
+    return num_workers * _shard_bytes(buckets, index), num_workers * part
+
+
 def memory_bytes(
     policy: ShardingPolicy, units: Sequence[Unit], *, index: int = 0, offload: bool = False
 ) -> MemoryBytes:
@@ -208,10 +222,10 @@ def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, trained_only: 
     return total + sum(max(sizes) * min(2, len(sizes)) for sizes in shared.values())
 
 
-def owner_imbalance(units: Sequence[Unit]) -> float:
-    """Bytes of parameters of the rank that owns most, over the mean of all ranks."""
+def owner_imbalance(units: Sequence[Unit], *, first_owner: int = 0) -> float:
+    """Bytes of parameters of the rank that owns most, over the mean of all ranks from `first_owner` on."""
     buckets = _all(units)
-    owners = range(buckets[0].num_shards if buckets else 0)
+    owners = range(first_owner, buckets[0].num_shards if buckets else first_owner)
     held = [
         sum((p.stop - p.start) * bucket.itemsize for bucket in buckets for p in bucket.owned(owner))
         for owner in owners

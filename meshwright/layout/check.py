@@ -8,7 +8,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.plan import Offload, Precision, TrainPlan, TransportName
 from meshwright.layout.policy import Ownership, ShardingPolicy, find_policy
 from meshwright.layout.recompute import NOTHING_AGAIN, RecomputePlan
-from meshwright.layout.sync import check_sync
+from meshwright.layout.sync import check_sync, num_servers
 from meshwright.mesh import MeshSpec
 
 
@@ -28,6 +28,8 @@ class PlanRequest:
         sync: which algorithms carry out the collectives.
         transport: what carries them.
         recompute: what is computed again in backward.
+        servers: ranks that hold the parameters (sync `parameter_server`); None: 1 there.
+        staleness: steps a worker may be ahead of the slowest (the same sync); None: steps are made together.
     """
 
     policy: str | int = "ddp"
@@ -41,6 +43,8 @@ class PlanRequest:
     sync: str = "native"
     transport: TransportName = "auto"
     recompute: RecomputePlan = NOTHING_AGAIN
+    servers: int | None = None
+    staleness: int | None = None
 
 
 def make_plan(
@@ -56,14 +60,16 @@ def make_plan(
 
     Raises:
         PlanError: E200 (axes against processes), E203 (batch against dp x micro x accumulate), E204 (policy), E210
-            (hsdp against dp), E211 (nothing to own) or E221 (sync against policy).
+            (hsdp against dp), E211 (nothing to own), E221 (sync against policy) or E222 (servers, staleness).
     """
-    dp = world_size if request.dp is None else request.dp
-    if dp != world_size:
+    servers = num_servers(request.sync, request.servers, request.staleness, world_size=world_size)
+    dp = world_size - servers if request.dp is None else request.dp
+    if dp + servers != world_size:
+        beside = f", {servers} of them servers," if servers else ""
         raise PlanError(
             "E200",
-            f"tp 1 x pp 1 x cp 1 x dp {dp} = {dp}, but {world_size} processes started (ep is inside dp x cp, it "
-            f"does not multiply). Set plan.dp={world_size}, or start {dp}."
+            f"tp 1 x pp 1 x cp 1 x dp {dp} = {dp}, but {world_size} processes started{beside} (ep is inside dp x cp, "
+            f"it does not multiply). Set plan.dp={world_size - servers}, or start {dp + servers}."
             + (f" Is a world of {world_size} intended? It came from {world_source}." if world_source else ""),
         )
     micro_batch = request.micro_batch
@@ -77,6 +83,9 @@ def make_plan(
     _check_ownership(policy)
     mesh = _data_mesh(request, policy, dp)
     check_sync(request.sync, policy, has_copies=mesh.size("dp_replicate") > 1)
+    if servers:
+        _check_transport(request.transport)
+        policy = find_policy("parameter_server", bucket_bytes=request.bucket_bytes)
     return TrainPlan(
         mesh=mesh,
         policy=policy,
@@ -88,6 +97,8 @@ def make_plan(
         sync=request.sync,
         transport=request.transport,
         recompute=request.recompute,
+        servers=servers,
+        staleness=request.staleness,
     )
 
 
@@ -113,6 +124,15 @@ def _check_ownership(policy: ShardingPolicy) -> None:
             "E211",
             'plan.ownership = "whole" says which rank updates a parameter, and with plan.zero = 0 every rank updates '
             "all of them. Set plan.zero=1 (or 2, 3), or leave plan.ownership out.",
+        )
+
+
+def _check_transport(transport: TransportName) -> None:
+    if transport == "shm":
+        raise PlanError(
+            "E223",
+            'plan.transport = "shm" with plan.sync = "parameter_server": a server waits for several workers at once, '
+            "and talks to them by Gloo. Set plan.transport=auto.",
         )
 
 

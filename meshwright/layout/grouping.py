@@ -24,11 +24,13 @@ class Division:
         num_shards: ranks.
         alignment_numel: see `ShardingPolicy`.
         ownership: `flat` or `whole`.
+        first_owner: ranks before it own nothing (workers of parameter servers); for whole ownership only.
     """
 
     num_shards: int
     alignment_numel: int
     ownership: Ownership = "flat"
+    first_owner: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ def _by_kind(unit: str, members: Sequence[ParameterSpec]) -> list[_Group]:
 
 
 def _buckets(groups: Sequence[_Group], division: Division) -> list[Bucket]:
-    owners = assign_owners([group.parameters for group in groups], division.num_shards)
+    first = division.first_owner
+    assigned = assign_owners([group.parameters for group in groups], division.num_shards - first)
+    owners = {name: owner + first for name, owner in assigned.items()}
     return [
         make_bucket(
             group.name,

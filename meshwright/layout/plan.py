@@ -33,6 +33,8 @@ class TrainPlan:
         transport: what carries them; `auto` is NCCL between GPUs, shared memory between CPU processes of one host,
             else Gloo.
         recompute: what is computed again in backward instead of being kept.
+        servers: ranks behind those of the mesh that hold and update the parameters (sync `parameter_server`).
+        staleness: steps that a worker may be ahead of the slowest; None: all make the same step together.
     """
 
     mesh: MeshSpec
@@ -45,17 +47,31 @@ class TrainPlan:
     sync: str = "native"
     transport: TransportName = "auto"
     recompute: RecomputePlan = NOTHING_AGAIN
+    servers: int = 0
+    staleness: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes: the ranks of the mesh and the servers."""
+        return self.mesh.world_size + self.servers
 
     def describe(self) -> str:
-        """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`; `2 copies of zero3x4`, `whole zero1x2`."""
+        """Short text for people: `zero1x2 · micro 8 x accumulate 2 · fp32`; `2 copies of zero3x4`, `whole zero1x2`.
+
+        With servers: `2 workers, 1 parameter server · micro ...`.
+        """
         shard, copies = self.mesh.size("dp_shard"), self.mesh.size("dp_replicate")
         name = self.policy.name if shard == 1 else f"{self.policy.name}x{shard}"
         name = f"whole {name}" if self.policy.ownership == "whole" else name
         name = f"{copies} copies of {name}" if copies > 1 else name
+        if self.servers:
+            name = f"{_number(shard, 'worker')}, {_number(self.servers, 'parameter server')}"
         parts = [name, f"micro {self.micro_batch} x accumulate {self.num_microbatches}", self.precision]
         parts += ["optimizer in host memory"] if self.offload == "optimizer" else []
         parts += [f"recompute {self.recompute}"] if self.recompute.is_active else []
-        parts += [f"sync {self.sync}"] if self.sync != "native" else []
+        if self.staleness is not None:
+            parts.append(f"staleness {self.staleness}")
+        parts += [f"sync {self.sync}"] if self.sync != "native" and not self.servers else []
         return " · ".join([*parts, *([f"transport {self.transport}"] if self.transport != "auto" else [])])
 
     def to_json(self) -> str:
@@ -73,3 +89,7 @@ class TrainPlan:
         value["recompute"] = parse_recompute(value.get("recompute", "none"))
         value["policy"] = dataclasses.replace(find_policy(value["policy"]["name"]), **value["policy"])
         return cls(**value)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" + ("s" if count != 1 else "")

@@ -6,11 +6,13 @@
 | zero1 | - | - | accumulate | reduce_scatter | all_gather |
 | zero2 | - | - | reduce_scatter | - | all_gather |
 | zero3 | all_gather | free | reduce_scatter | - | - |
+| parameter_server | - | - | accumulate | reduce to servers | broadcast from servers |
 
-Two things vary every sharding row. `ownership = "whole"` puts `reduce` (to the owner) in the place of reduce_scatter
-and `broadcast` (from the owner) in the place of all_gather. Where a mesh has several copies (dp_replicate; zero3 is
-then called hsdp), the row holds within each copy, and gradient shards are summed over copies after the last
-micro-batch.
+The last row is what `plan.sync = "parameter_server"` makes of ddp: whole ownership whose owners are the server ranks
+only. Two things vary every other sharding row. `ownership = "whole"` puts `reduce` (to the owner) in the place of
+reduce_scatter and `broadcast` (from the owner) in the place of all_gather. Where a mesh has several copies
+(dp_replicate; zero3 is then called hsdp), the row holds within each copy, and gradient shards are summed over copies
+after the last micro-batch.
 
 Sources: DDP, VLDB 2020 (arXiv 2006.15704); ZeRO (arXiv 1910.02054); FSDP and hybrid sharding (arXiv 2304.11277).
 """
@@ -32,7 +34,7 @@ class ShardingPolicy:
     """When the bucket engine communicates, and what each rank keeps.
 
     Attributes:
-        name: `ddp`, `zero1`, `zero2` or `zero3`.
+        name: `ddp`, `zero1`, `zero2`, `zero3` or `parameter_server`.
         before_use: what a module's use of its weights asks for.
         after_use: what happens to gathered weights once the module has run.
         gradient_ready: `accumulate` adds to the full local gradient; `reduce_scatter` sums over the ranks at
@@ -82,7 +84,11 @@ _ROWS = (
     ShardingPolicy("zero2", None, None, "reduce_scatter", None, "all_gather"),
     ShardingPolicy("zero3", "all_gather", "free", "reduce_scatter", None, None),
 )
+# What plan.zero may name.
 POLICY_NAMES = tuple(row.name for row in _ROWS)
+_SERVER_ROW = ShardingPolicy(
+    "parameter_server", None, None, "accumulate", "reduce_scatter", "all_gather", ownership="whole"
+)
 _ALIASES = {"fsdp": "zero3", "zero0": "ddp"}
 
 
@@ -91,14 +97,16 @@ def find_policy(
 ) -> ShardingPolicy:
     """The policy called `name` (`ddp`, `zero1` ...), or of ZeRO stage `name` (0..3).
 
+    Servers own whole parameters, whatever `ownership` says.
+
     Raises:
         PlanError: E204 for an unknown name.
     """
     wanted = f"zero{name}" if isinstance(name, int) or name.isdigit() else name.lower()
     wanted = _ALIASES.get(wanted, wanted)
-    for row in _ROWS:
+    for row in (*_ROWS, _SERVER_ROW):
         if row.name == wanted:
-            chosen = replace(row, ownership=ownership)
+            chosen = row if row is _SERVER_ROW else replace(row, ownership=ownership)
             return chosen if bucket_bytes is None else replace(chosen, bucket_bytes=bucket_bytes)
     near = difflib.get_close_matches(wanted, POLICY_NAMES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

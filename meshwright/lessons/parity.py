@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.ops import DataGroups
 from meshwright.data.index_law import rank_range
 from meshwright.layout.policy import find_policy
+from meshwright.mesh import MeshSpec
 from meshwright.models.gpt import GPT, GPTConfig
 from meshwright.models.initial import initialise
 from meshwright.models.loss import IGNORED_LABEL, language_model_loss
@@ -23,7 +26,7 @@ from meshwright.testing.ranks import RankPool
 from meshwright.testing.reference import run_reference
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, make_optimizer, parameter_groups
 from meshwright.training.state import TrainState
-from meshwright.training.step import train_step
+from meshwright.training.step import no_samples, train_step
 
 GLOBAL_BATCH, NUM_STEPS, SEQ_LEN, VOCAB_SIZE, CLIP_NORM = 12, 3, 8, 31, 0.05
 TOLERANCE = 1e-12
@@ -43,9 +46,14 @@ class Parity:
         return f"  ✓ {self.description} = 1 process: {self.num_compared} numbers and tensors, worst {self.worst:.1e}"
 
 
-def check_parity(pool: RankPool, policy: str, *, num_ranks: int, num_microbatches: int = 1) -> Parity:
-    """Train on `num_ranks` ranks and on this process alone; assert that they agree to 1e-12."""
-    ranks = pool.run(_train_on_rank, num_ranks, policy, num_microbatches)
+def check_parity(
+    pool: RankPool, policy: str, *, num_ranks: int, num_microbatches: int = 1, num_servers: int = 0
+) -> Parity:
+    """Train on `num_ranks` ranks and on this process alone; assert that they agree to 1e-12.
+
+    `num_servers` of the ranks, the last ones, are parameter servers.
+    """
+    ranks = pool.run(_train_on_rank, num_ranks, policy, num_microbatches, num_servers)
     losses, norms, parameters = _train_alone(num_microbatches)
     errors = []
     for rank in ranks:
@@ -65,18 +73,23 @@ def check_parity(pool: RankPool, policy: str, *, num_ranks: int, num_microbatche
     return Parity(described, len(errors), worst)
 
 
-def _train_on_rank(mesh: Any, policy: str, num_microbatches: int) -> dict[str, Any]:
+def _train_on_rank(mesh: Any, policy: str, num_microbatches: int, num_servers: int) -> dict[str, Any]:
+    groups = groups_with_servers(mesh, num_servers)
     engine = ShardingEngine(
-        small_gpt(), policy=find_policy(policy), groups=mesh.data_groups(), device=torch.device("cpu")
+        small_gpt(), policy=find_policy(policy), groups=groups, device=torch.device("cpu")
     )
     state = TrainState(engine, ShardedOptimizer(_SPEC, engine.shards))
     results = [
         train_step(
             state,
             partial(
-                _samples, step, num_microbatches=num_microbatches, dp_size=mesh.world.size, dp_rank=mesh.rank
+                samples,
+                step,
+                num_microbatches=num_microbatches,
+                dp_size=groups.num_workers,
+                dp_rank=groups.workers.index,
             ),
-            loss=language_model_loss,
+            loss=no_samples if groups.is_server else language_model_loss,
             num_microbatches=num_microbatches,
             lr=_SPEC.lr,
             clip_norm=CLIP_NORM,
@@ -102,7 +115,7 @@ def _train_alone(num_microbatches: int) -> tuple[list[float], list[float], dict[
         {"params": [parameters[i] for i in members], "weight_decay": decay} for members, decay in rows
     ]
     steps = [
-        [_samples(step, k, num_microbatches=num_microbatches) for k in range(num_microbatches)]
+        [samples(step, k, num_microbatches=num_microbatches) for k in range(num_microbatches)]
         for step in range(NUM_STEPS)
     ]
     trace = run_reference(
@@ -125,9 +138,21 @@ def small_gpt() -> nn.Module:
     return model.double()
 
 
-def _samples(
+def groups_with_servers(mesh: Any, num_servers: int) -> DataGroups:
+    """The ranks of `mesh`, the last `num_servers` of them as parameter servers."""
+    if not num_servers:
+        return mesh.data_groups()
+    workers = MeshSpec.of(dp_shard=mesh.world.size - num_servers)
+    sync = "parameter_server"
+    return Mesh(
+        workers, mesh.world, log=mesh.log, device=mesh.device, sync=sync, servers=num_servers
+    ).data_groups()
+
+
+def samples(
     step: int, microbatch: int, *, num_microbatches: int, dp_size: int = 1, dp_rank: int = 0
 ) -> dict[str, Tensor]:
+    """This rank's part of a micro-batch: `tokens` and `labels` (samples, SEQ_LEN)."""
     positions = rank_range(
         step,
         microbatch,

@@ -118,7 +118,8 @@ class ShardingEngine:
         self.owners = groups.shard if policy.shards_optimizer else groups.all
         places = devices_of(model, device)
         check_devices(places, policy, offload=offload)
-        self.units = plan_units(model, policy, self.owners.size, compute_dtype, places)
+        first = groups.num_workers if groups.num_servers else 0
+        self.units = plan_units(model, policy, self.owners.size, compute_dtype, places, first_owner=first)
         parameters = dict(model.named_parameters())
         copies = HostCopies(device) if offload else None
         self._names = list(parameters)
@@ -478,10 +479,12 @@ def plan_units(
     num_shards: int,
     compute_dtype: torch.dtype | None = None,
     places: Mapping[str, torch.device] | None = None,
+    *,
+    first_owner: int = 0,
 ) -> tuple[Unit, ...]:
-    """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`."""
+    """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`, `Division`."""
     specs = parameter_specs(model, compute_dtype, places)
-    division = Division(num_shards, policy.alignment_numel, policy.ownership)
+    division = Division(num_shards, policy.alignment_numel, policy.ownership, first_owner)
     if policy.shards_parameters:
         return group_by_module(specs, assign_units(model, find_units(model)), division)
     return group_by_size(specs, division, bucket_bytes=policy.bucket_bytes)

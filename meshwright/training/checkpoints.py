@@ -21,6 +21,7 @@ from meshwright.checkpoint.folder import ResumeFrom
 from meshwright.checkpoint.manifest import Manifest, RunFacts
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.writer import Place, SaveReport, Writer
+from meshwright.comm.ops import DataGroups
 from meshwright.errors import CheckpointError
 from meshwright.layout.plan import TrainPlan
 from meshwright.training.metrics import gather_numbers
@@ -54,6 +55,7 @@ class Checkpoints:
         settings: the section `save` of a run file.
         facts: the run's facts at the time of a save.
         say: prints a line for people on rank 0.
+        groups: of an asynchronous run, whose state is of a rank alone; None: the state's.
     """
 
     def __init__(
@@ -64,13 +66,15 @@ class Checkpoints:
         settings: SaveConfig,
         facts: Callable[[], RunFacts],
         say: Callable[[str], None],
+        groups: DataGroups | None = None,
     ) -> None:
         self._root = root
         self._state = state
         self._settings = settings
         self._facts = facts
         self._say = say
-        self._group = state.engine.group
+        self._groups = groups
+        self._group = (groups or state.engine.groups).all
         self._is_first = self._group.index == 0
         self._writer: Writer | None = None
         self._saved_step = -1
@@ -106,7 +110,7 @@ class Checkpoints:
                 f"with {saved}, or start anew from the weights: meshwright ckpt export, then meshwright ckpt import.",
             )
         with CheckpointReader(path, manifest) as reader:
-            load_items(self._state, reader)
+            load_items(self._state, reader, self._groups)
             load_numbers(self._state, manifest.run)
             exact = load_generators(self._state.engine, reader)
         if manifest.run.dropout == "native" and not exact:
@@ -204,7 +208,7 @@ class Checkpoints:
         if not self._is_due(last=last) or self._state.step == self._saved_step:
             return None
         self._group.log.progress("checkpoint")
-        self._tell(self._writer.save(items_to_save(self._state), self._facts()))
+        self._tell(self._writer.save(items_to_save(self._state, self._groups), self._facts()))
         self._saved_step = self._state.step
         return self._writer.stall_seconds
 

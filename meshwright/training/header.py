@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshwright.comm.ops import DataGroups
 from meshwright.layout.accounting import memory_bytes, optimizer_bytes, owner_imbalance
 from meshwright.layout.bucket import Unit
 from meshwright.layout.plan import TrainPlan
@@ -44,6 +45,8 @@ def plan_lines(plan: TrainPlan) -> list[str]:
     ]
     if plan.mesh.size("dp_replicate") > 1:
         verbs.append("between copies once a step: all-reduce of shards")
+    if plan.staleness is not None:
+        verbs = ["after each worker's own step: push to servers, pull from servers"]
     dp, micro, k = plan.mesh.dp, plan.micro_batch, plan.num_microbatches
     return [
         f"plan   {plan.describe()}   ({' · '.join(verbs)})",
@@ -56,10 +59,12 @@ def _verb(verb: str, ownership: Ownership) -> str:
     return whole[verb] if ownership == "whole" and verb in whole else verb.replace("_", "-")
 
 
-def owners_line(units: Sequence[Unit]) -> str:
-    """How evenly whole parameters are spread."""
-    num_owners = units[0].buckets[0].num_shards
-    return f"owners {num_owners} ranks own whole parameters; the largest owns {owner_imbalance(units):.3f} x the mean"
+def owners_line(units: Sequence[Unit], groups: DataGroups) -> str:
+    """How evenly whole parameters are spread over their owners: all ranks of a copy, or the servers."""
+    first, who = (groups.num_workers, "servers") if groups.num_servers else (0, "ranks")
+    num_owners = units[0].buckets[0].num_shards - first
+    imbalance = owner_imbalance(units, first_owner=first)
+    return f"owners {num_owners} {who} own whole parameters; the largest owns {imbalance:.3f} x the mean"
 
 
 def skipped_line(step: int, scale: LossScale) -> str:
@@ -80,7 +85,7 @@ def memory_line(
 ) -> str:
     """Predicted / measured bytes of weights, gradients (open buffers included) and optimizer on this rank."""
     predicted = memory_bytes(
-        plan.policy, engine.units, index=engine.owners.index, offload=plan.offload == "optimizer"
+        engine.policy, engine.units, index=engine.owners.index, offload=plan.offload == "optimizer"
     )
     held = engine.storage_bytes()
     rows = {
@@ -92,8 +97,10 @@ def memory_line(
         ),
         "optimizer": (
             optimizer_bytes(
-                plan.policy, engine.units, optimizer=optimizer_key(spec), index=engine.owners.index
-            ),
+                engine.policy, engine.units, optimizer=optimizer_key(spec), index=engine.owners.index
+            )
+            if optimizer.shards
+            else 0,
             optimizer.state_bytes(),
         ),
     }

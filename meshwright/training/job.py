@@ -85,7 +85,7 @@ class Job:
 
         Raises:
             LoopError: E705 inside another job.
-            PlanError: E200, E204, E207 for a plan that this world cannot run.
+            PlanError: E200, E204, E207 for a plan that this world cannot run, E223 for parameter servers.
             WorkerError: E403 when the port is taken or nobody answers.
         """
         if is_connected():
@@ -99,6 +99,13 @@ class Job:
                 "E200",
                 f"plan.processes={config.plan.processes}, but {world.size} processes started. A script is started by "
                 f"`meshwright train script.py -n {config.plan.processes}`; leave plan.processes out.",
+            )
+        if config.plan.sync == "parameter_server":
+            raise PlanError(
+                "E223",
+                'plan.sync = "parameter_server" has ranks without samples, and your loop runs the model on every rank. '
+                "Train by a run file (meshwright train run.toml), or set plan.sync=native, with plan.zero=1 for "
+                "optimizer state on one rank each.",
             )
         self.device = choose_device(config, world)
         self._plan = self._plan_for(world.size, None)

@@ -28,6 +28,7 @@ from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import ConfigError, NumericsError
 from meshwright.training import header
 from meshwright.training.assemble import shard_model
+from meshwright.training.asynchronous import AsynchronousRun, alone_state
 from meshwright.training.checkpoints import Checkpoints, Resumed, resume_lines
 from meshwright.training.config import RunConfig
 from meshwright.training.console import Console
@@ -51,7 +52,7 @@ from meshwright.training.planning import plan_of
 from meshwright.training.precision import MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
-from meshwright.training.step import StepResult, evaluate, first_count, train_step
+from meshwright.training.step import StepResult, evaluate, first_count, no_samples, train_step
 from meshwright.training.task import Task, make_task, model_numbers
 from meshwright.training.tree import cast_batch
 
@@ -127,9 +128,12 @@ class Run:
             device=device,
             sync=self.plan.sync,
             transport=self.plan.transport,
+            servers=self.plan.servers,
         )
-        self.group = self.mesh.group("dp")
+        self.groups = self.mesh.data_groups()
+        self.group = self.groups.all
         self.task = make_task(config)
+        self.loss = no_samples if self.groups.is_server else self.task.loss
         self.state = self._make_state()
         self._use_geometry(self._geometry())
         self.total_steps = self._total_steps(self.task)
@@ -141,12 +145,14 @@ class Run:
         self.progress = Progress()
         self.resumed: Resumed | None = None
         self.is_stopped = False
+        self.asynchronous: AsynchronousRun | None = None
         self.checkpoints = Checkpoints(
             run_dir / FOLDER_NAME,
             self.state,
             settings=config.save,
             facts=lambda: run_facts(config, self.plan, self.state, self.batches.geometry),
             say=console.line,
+            groups=None if self.plan.staleness is None else self.groups,
         )
 
     def _optimizer_spec(self) -> OptimizerSpec:
@@ -159,14 +165,16 @@ class Run:
         for text in registry.warnings_of(
             self.task.model,
             dropout_kind=kind,
-            num_ranks=self.group.size,
+            num_ranks=self.groups.num_workers,
             num_microbatches=plan.num_microbatches,
         ):
             self.console.line(text)
+        if plan.staleness is not None:
+            return alone_state(self.task, plan, self.groups, spec=self._optimizer_spec(), dropout=kind)
         engine = shard_model(
             self.task.model,
             plan,
-            self.mesh.data_groups(),
+            self.groups,
             device=self.device,
             initialiser=self.task.initialiser,
             dropout=kind,
@@ -181,15 +189,15 @@ class Run:
             self.state.randomness = stateless_randomness(
                 geometry,
                 seed=self.config.train.seed,
-                must_agree=partial(self.group.log.must_agree, self.group.axis),
+                must_agree=partial(self.group.log.must_agree, self.groups.workers.axis),
             )
 
     def _geometry(self) -> BatchGeometry:
         return BatchGeometry(
             global_batch=self.plan.global_batch,
             num_microbatches=self.plan.num_microbatches,
-            dp_size=self.group.size,
-            dp_rank=self.group.index,
+            dp_size=self.groups.num_workers,
+            dp_rank=self.groups.workers.index,
         )
 
     def _total_steps(self, task: Task) -> int | None:
@@ -236,27 +244,51 @@ class Run:
             self.state.expected_count = first_count(
                 self.state.engine,
                 self._micro_batch(0, 0),
-                loss=self.task.loss,
+                loss=self.loss,
                 num_microbatches=self.plan.num_microbatches,
             )
         started = time.perf_counter()
         try:
             last = self.total_steps is not None and self.state.step >= self.total_steps
+            if self.plan.staleness is not None and not last:
+                last = self._start_asynchronous(self.plan.staleness)
             while not last and not self.is_stopped:
                 self.state.stop_requested = stop()
                 result, seconds = self._timed_step()
                 last, self.is_stopped = self._is_last(time.perf_counter() - started), result.stop
-                stall = self.checkpoints.after_step(last=last or result.stop)
-                due = self.config.train.eval_every.due(self.state.step, last=last) and not result.stop
-                eval_loss = self._evaluate() if due else None
+                if self.asynchronous is not None:
+                    last, self.is_stopped = self.asynchronous.is_over, self.asynchronous.is_stopped
+                stall, eval_loss = self._after_step(last=last)
                 self._record(self._step_record(result, seconds, eval_loss, stall), writer, last=last)
             self.checkpoints.finish()
+            if self.asynchronous is not None:
+                self.progress.losses = self.asynchronous.losses
+                self.console.line(self.asynchronous.line())
             if self.is_stopped:
                 self.console.line(f"stop   asked to, after step {self.state.step}; go on with --resume auto")
         finally:
             if writer is not None:
                 writer.close()
         return self._report()
+
+    def _after_step(self, *, last: bool) -> tuple[float | None, float | None]:
+        """Save and evaluate where it is time: seconds for which training stood still, held-out loss."""
+        stall = self.checkpoints.after_step(last=last or self.is_stopped)
+        due = self.config.train.eval_every.due(self.state.step, last=last) and not self.is_stopped
+        return stall, self._evaluate() if due else None
+
+    def _start_asynchronous(self, staleness: int) -> bool:
+        """Whether this rank is through with all steps: a server makes its updates here."""
+        assert self.total_steps is not None, "a run that stops by time has no staleness (E223)"
+        self.asynchronous = AsynchronousRun(
+            self.state, self.groups, staleness=staleness, total_steps=self.total_steps
+        )
+        if not self.groups.is_server:
+            return False
+        self.asynchronous.serve()
+        self.is_stopped = self.asynchronous.is_stopped
+        self._after_step(last=True)
+        return True
 
     def _resume(self, request: ResumeFrom) -> None:
         config = self.config
@@ -281,7 +313,7 @@ class Run:
         result = train_step(
             self.state,
             lambda k: self._micro_batch(step, k),
-            loss=self.task.loss,
+            loss=self.loss,
             num_microbatches=self.plan.num_microbatches,
             lr=self.learning_rate.at(step),
             clip_norm=self.config.train.clip_norm,
@@ -291,14 +323,18 @@ class Run:
             self.console.line(header.skipped_line(step, self.state.loss_scale))
         elif not result.applied:
             raise self._not_finite(step)
+        if self.asynchronous is not None:
+            self.asynchronous.exchange(step, result, lr=self.learning_rate.at(step))
         return result, time.perf_counter() - start
 
     def _micro_batch(self, step: int, microbatch: int) -> Any:
+        if self.groups.is_server:
+            return None
         batch = self.batches.micro_batch(step, microbatch)
         return cast_batch(batch, MASTER_DTYPES[self.plan.precision], self.device)
 
     def _not_finite(self, step: int) -> NumericsError:
-        return explain_not_finite(self.state.engine, self._replayed(step), loss=self.task.loss, step=step)
+        return explain_not_finite(self.state.engine, self._replayed(step), loss=self.loss, step=step)
 
     def _replayed(self, step: int) -> Iterator[Any]:
         """The step's batches; while the caller uses one, dropout draws the masks that it had."""
@@ -322,16 +358,18 @@ class Run:
         return self.progress.eval_loss
 
     def _loss_on(self, dataset: MapStyle) -> float:
+        if self.groups.is_server:
+            return evaluate(self.state.engine, (), loss=self.loss, group=self.group)
         batches = heldout_batches(
             dataset,
             self.config.train.eval_samples,
             batch_size=self.plan.micro_batch,
-            dp_size=self.group.size,
-            dp_rank=self.group.index,
+            dp_size=self.groups.num_workers,
+            dp_rank=self.groups.workers.index,
         )
         dtype = MASTER_DTYPES[self.plan.precision]
         moved = (cast_batch(batch, dtype, self.device) for batch in batches)
-        return evaluate(self.state.engine, moved, loss=self.task.loss)
+        return evaluate(self.state.engine, moved, loss=self.loss, group=self.group)
 
     def _control(self) -> dict[str, float] | None:
         """Loss of the last token of held-out sequences, from the context as it is and shuffled."""
@@ -366,8 +404,8 @@ class Run:
         say(f"run    {self.run_dir}   {self.task.name}   {self.group.size} x {device}")
         for text in header.plan_lines(self.plan) + header.axes_lines(self.plan, self.task.shape):
             say(text)
-        if self.plan.policy.ownership == "whole":
-            say(header.owners_line(self.state.engine.units))
+        if self.plan.policy.ownership == "whole" and self.plan.staleness is None:
+            say(header.owners_line(self.state.engine.units, self.groups))
         say(
             f"mfu    peak {self.peak.flops_per_second / 1e9:,.1f} GFLOP/s a device ({self.peak.name})"
             if self.peak

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from meshwright.errors import PlanError
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.layout.plan import TrainPlan
 from meshwright.layout.recompute import parse_recompute
+from meshwright.layout.sync import num_servers
 from meshwright.training.config import RunConfig
 from meshwright.training.optimizer_kinds import check_optimizer
 
@@ -22,7 +24,8 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         world_source: the variable it comes from, for the error text.
 
     Raises:
-        PlanError: see `make_plan`; E204 where the optimizer needs whole parameters.
+        PlanError: see `make_plan`; E204 where the optimizer needs whole parameters; E223 for what an asynchronous run
+            cannot do.
     """
     request = PlanRequest(
         policy=config.plan.zero,
@@ -36,10 +39,14 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         sync=config.plan.sync,
         transport=config.plan.transport,
         recompute=parse_recompute(config.plan.recompute),
+        servers=config.plan.servers,
+        staleness=config.plan.staleness,
     )
     plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source
     )
+    if plan.staleness is not None:
+        _check_asynchronous(config)
     parts = (
         plan.policy.shards_optimizer and plan.policy.ownership == "flat" and plan.mesh.size("dp_shard") > 1
     )
@@ -47,6 +54,41 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
     return plan
 
 
+def num_workers_of(config: RunConfig, world_size: int) -> int:
+    """Of `world_size` processes those that are no parameter servers; raises E222 as `make_plan`."""
+    chosen = config.plan
+    return world_size - num_servers(chosen.sync, chosen.servers, chosen.staleness, world_size=world_size)
+
+
 def local_world_size(config: RunConfig, *, num_gpus: int) -> int:
-    """How many local processes a run starts: plan.processes, else plan.dp, else one a GPU, else one."""
-    return config.plan.processes or config.plan.dp or max(1, num_gpus)
+    """How many local processes a run starts: plan.processes, else plan.dp, one a GPU or one, and the servers."""
+    if config.plan.processes:
+        return config.plan.processes
+    servers = config.plan.servers or 1 if config.plan.sync == "parameter_server" else 0
+    return (config.plan.dp or max(1, num_gpus)) + servers
+
+
+def _check_asynchronous(config: RunConfig) -> None:
+    """E223 for what needs one step of all ranks together, where workers are at different steps."""
+    train, save = config.train, config.save
+    refused = {
+        f"train.stop_at = {train.stop_at}": (
+            train.stop_at.unit == "seconds",
+            "stop at steps, tokens or epochs",
+        ),
+        f"train.eval_every = {train.eval_every}": (train.eval_every.num_steps is not None, 'set it to "end"'),
+        f"save.every = {save.every}": (
+            save.every is not None and save.every.unit != "end",
+            'set it to "end"',
+        ),
+        "plan.precision = fp16": (config.plan.precision == "fp16", "take bf16, which needs no loss scale"),
+        "plan.offload": (config.plan.offload != "none", "leave it out: workers hold no optimizer state"),
+    }
+    for what, (is_asked, instead) in refused.items():
+        if is_asked:
+            raise PlanError(
+                "E223",
+                f"{what} with plan.staleness = {config.plan.staleness}: workers are at different steps, so there is "
+                f"none that all have made before the end. {instead[0].upper()}{instead[1:]}, or leave plan.staleness "
+                f"out.",
+            )

@@ -19,6 +19,7 @@ from meshwright.checkpoint.manifest import Kind, LogicalTensor, RunFacts
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.writer import Item
 from meshwright.comm import ops
+from meshwright.comm.ops import DataGroups
 from meshwright.errors import CheckpointError
 from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.state import TrainState
@@ -45,16 +46,22 @@ class Owned:
     shard: ShardParameter | None = None
 
 
-def items_to_save(state: TrainState) -> list[Item]:
-    """What this rank writes."""
+def items_to_save(state: TrainState, groups: DataGroups | None = None) -> list[Item]:
+    """What this rank writes.
+
+    `groups`: workers and servers of an asynchronous run, where the state is of a rank alone and what its optimizer
+    updates is its part.
+    """
     engine = state.engine
     items = []
-    for owned, first, last in _share(_sharded(engine), *engine.replica):
+    for owned, first, last in _share(_sharded(engine, _shards(state, groups)), *engine.replica):
         items.append(_item(owned, first, last))
         if owned.shard is not None:
             items += _state_items(owned.shard, state.optimizer.state_of(owned.shard), first, last)
-    group = engine.group
-    items += [_item(*part) for part in _share(_replicated(engine), group.index, group.size)]
+    groups = groups or engine.groups
+    if not groups.is_server:  # its buffers saw no sample
+        workers = groups.workers
+        items += [_item(*part) for part in _share(_replicated(engine), workers.index, workers.size)]
     return items + _generator_items(engine)
 
 
@@ -78,16 +85,21 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 def owned_pieces(engine: ShardingEngine) -> list[Owned]:
     """Everything this rank holds of the model, copies that other ranks hold too included."""
-    return [*_sharded(engine), *_replicated(engine)]
+    return [*_sharded(engine, engine.shards), *_replicated(engine)]
 
 
-def _sharded(engine: ShardingEngine) -> list[Owned]:
+def _shards(state: TrainState, groups: DataGroups | None) -> Sequence[ShardParameter]:
+    """What counts of this rank's pieces; see `items_to_save`."""
+    return state.engine.shards if groups is None else state.optimizer.shards
+
+
+def _sharded(engine: ShardingEngine, shards: Sequence[ShardParameter]) -> list[Owned]:
     """Pieces of parameters in buckets: the trained ones, and frozen ones where weights are sharded."""
     owned = [
         Owned(
             "parameter", shard.name, shard.shape, shard.piece.start, shard.parameter.detach().view(-1), shard
         )
-        for shard in engine.shards
+        for shard in shards
     ]
     for memory in engine.memories:
         if memory.bucket.trainable:
@@ -167,11 +179,11 @@ def _generator_states(engine: ShardingEngine) -> dict[str, Tensor]:
     return states
 
 
-def load_items(state: TrainState, reader: CheckpointReader) -> None:
+def load_items(state: TrainState, reader: CheckpointReader, groups: DataGroups | None = None) -> None:
     """Put a checkpoint into this rank's memory: only the intervals that it owns are read.
 
     The model has been checked to be the same (`checkpoint/compare.py`). Collective: weights that ranks hold beyond
-    their shards are gathered, and loaded optimizer state is counted.
+    their shards are gathered, and loaded optimizer state is counted. `groups`: see `items_to_save`.
 
     Raises:
         CheckpointError: E502 for a damaged file, E505 for optimizer state that nobody takes.
@@ -181,10 +193,10 @@ def load_items(state: TrainState, reader: CheckpointReader) -> None:
     with torch.no_grad():
         for owned in owned_pieces(engine):
             _fill(owned.values, reader, reader.model_tensor(owned.name), owned.start)
-        count = sum(_load_state(state, shard, reader) for shard in engine.shards)
+        count = sum(_load_state(state, shard, reader) for shard in _shards(state, groups))
         engine.publish_masters()
     numbers = torch.tensor([float(count)], dtype=torch.float64, device=engine.device)
-    ops.all_reduce(numbers, engine.group, cause="count optimizer state").wait()
+    ops.all_reduce(numbers, (groups or engine.groups).all, cause="count optimizer state").wait()
     stored = sum(
         tensor.numel for tensors in reader.manifest.optimizer.values() for tensor in tensors if tensor.shape
     )

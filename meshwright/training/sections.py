@@ -75,9 +75,6 @@ _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "cp_kind": (None,),
         "ep": (1,),
         "transport": ("auto", "gloo", "shm", "nccl"),
-        "sync": ("native", "ring", "tree", "hierarchical"),
-        "servers": (None,),
-        "staleness": (None,),
         "cluster": (None,),
         "memory_headroom": (None,),
     }
@@ -352,7 +349,7 @@ class PlanConfig(Section):
     mode: Literal["given", "auto"] = "given"
     """Take this layout, or search one."""
     processes: Annotated[int, Field(ge=1)] | None = None
-    """Local world size; unset: dp if that is set, else 1. Under torchrun or SLURM theirs counts."""
+    """Local world size, servers included; unset: dp if that is set, else 1. Under torchrun or SLURM theirs counts."""
     dp: Annotated[int, Field(ge=1)] | None = None
     """Data-parallel ranks; unset: from the world size."""
     zero: Literal[0, 1, 2, 3] = 0
@@ -394,11 +391,12 @@ class PlanConfig(Section):
     transport: Literal["auto", "gloo", "shm", "nccl"] = "auto"
     """What carries the collectives; auto: NCCL on GPUs, shared memory between CPU processes of one host, else Gloo."""
     sync: Literal["native", "ring", "tree", "hierarchical", "parameter_server"] = "native"
-    """Algorithms of the collectives: the transport's own, or those of `meshwright draw --collective`."""
+    """Algorithms of the collectives: the transport's own, or those of `meshwright draw --collective`; a parameter
+    server holds and updates the weights on ranks of its own."""
     servers: Annotated[int, Field(ge=1)] | None = None
-    """Parameter servers."""
+    """Ranks that hold and update the parameters, behind the workers; unset: 1 with sync = "parameter_server"."""
     staleness: Annotated[int, Field(ge=0)] | None = None
-    """Steps a worker may be ahead of the slowest."""
+    """Steps a worker may be ahead of the slowest (asynchronous, another result each time); unset: none is."""
     cluster: str | None = None
     """Machine to plan for, e.g. "8xh100", or a measured file."""
     memory_headroom: str | None = None

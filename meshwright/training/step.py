@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import ops
-from meshwright.comm.ops import Group
+from meshwright.comm.ops import DataGroups, Group
 from meshwright.errors import NumericsError, WorkerError
 from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.clip import clip_coefficient
@@ -196,14 +196,15 @@ def agree(state: TrainState, tally: Tensor, *, parts: Sequence[Sequence[ShardPar
     """
     engine, group = state.engine, state.engine.group
     group.log.progress("step reduction")
-    digest = group.log.digest(*engine.groups.axes)
+    digests = [float(number) for digest in _digests(engine.groups) for number in (digest, digest * digest)]
     squares = [float(engine.norm_squared()), *(float(engine.norm_squared_of(part)) for part in parts)]
-    head = [*tally.tolist(), float(digest), float(digest * digest), *squares, float(state.stop_requested)]
+    head = [*tally.tolist(), *digests, *squares, float(state.stop_requested)]
     payload = torch.cat([torch.tensor(head, dtype=torch.float64), engine.used_mask()]).to(engine.device)
     ops.all_reduce(payload, group, cause="step reduction").wait()
-    loss_sum, count, digest_sum, digest_square_sum, *rest = payload.tolist()
+    loss_sum, count, *rest = payload.tolist()
+    digests, rest = rest[: len(digests)], rest[len(digests) :]
     squares, num_stops, mask = rest[: len(squares)], rest[len(squares)], rest[len(squares) + 1 :]
-    _check_same_calls(group, int(digest_sum), int(digest_square_sum))
+    _check_same_calls(engine.groups, digests)
     if count <= 0:
         raise NumericsError(
             "E602",
@@ -230,8 +231,8 @@ def advance(state: TrainState, agreed: Agreed) -> None:
     state.expected_count = agreed.count
 
 
-def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss) -> float:
-    """Mean loss over `batches` of all ranks, without gradients. Every rank has equally many batches."""
+def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss, group: Group | None = None) -> float:
+    """Mean loss over `batches` of all ranks (of `group`), without gradients. Every rank has equally many batches."""
     engine.model.eval()
     local = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
@@ -240,7 +241,7 @@ def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss) -> float:
         local += torch.tensor([float(total), float(count)], dtype=torch.float64)
     engine.model.train()
     on_device = local.to(engine.device)
-    ops.all_reduce(on_device, engine.group, cause="evaluation loss").wait()
+    ops.all_reduce(on_device, group or engine.group, cause="evaluation loss").wait()
     total, count = on_device.tolist()
     return total / count if count else math.nan
 
@@ -259,13 +260,31 @@ def first_count(engine: ShardingEngine, batch: Any, *, loss: Loss, num_microbatc
     return max(1.0, float(total)) * num_microbatches
 
 
-def _check_same_calls(group: Group, digest_sum: int, digest_square_sum: int) -> None:
+def no_samples(_model: Any, _batch: Any) -> tuple[Tensor, int]:
+    """The loss of a rank that has no samples, a parameter server: nothing, and no gradient."""
+    return torch.zeros(()), 0
+
+
+def _digests(groups: DataGroups) -> list[int]:
+    """What this rank has issued: over the data-parallel ranks, and with servers over the workers alone."""
+    log = groups.all.log
+    if not groups.num_servers:
+        return [log.digest(*groups.axes)]
+    return [log.digest(*groups.axes), 0 if groups.is_server else log.digest(groups.workers.axis)]
+
+
+def _check_same_calls(groups: DataGroups, sums: Sequence[float]) -> None:
     """Numbers are all equal exactly when n times the sum of squares is the square of the sum."""
-    if group.size * digest_square_sum != digest_sum * digest_sum:
-        last = group.log.events()[-1]
+    sizes = (groups.all.size, groups.num_workers)
+    for size, first, second in zip(sizes, sums[::2], sums[1::2], strict=False):
+        digest_sum, digest_square_sum = int(first), int(second)
+        if size * digest_square_sum == digest_sum * digest_sum:
+            continue
+        log = groups.all.log
+        last = log.events()[-1]
         raise WorkerError(
             "E404",
-            f"ranks of {group.axis} issued different collectives before {last.describe()} on rank {group.log.rank}: "
+            f"ranks of {groups.all.axis} issued different collectives before {last.describe()} on rank {log.rank}: "
             f"some rank ran other modules than its peers, or dropped elements of samples of another shape. "
             f"Every rank must run the same blocks in every micro-batch.",
         )

@@ -35,7 +35,7 @@ from meshwright.training.optimizer import ShardedOptimizer, spec_of
 from meshwright.training.precision import MASTER_DTYPES
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.state import TrainState
-from meshwright.training.step import StepResult, first_count, train_step
+from meshwright.training.step import StepResult, first_count, no_samples, train_step
 from meshwright.training.task import Task
 from meshwright.training.tree import cast_batch
 from meshwright.verification.contributions import Contributions
@@ -87,6 +87,7 @@ def run_candidate(
                 device=device,
                 sync=job.plan.sync,
                 transport=job.plan.transport,
+                servers=job.plan.servers,
             )
             with closing(mesh):
                 return measure_rank(job, reference, path, groups=mesh.data_groups(), save=save, load=load)
@@ -109,7 +110,7 @@ def measure_rank(
 
 def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: float | None) -> CandidateRank:
     """The product path from a task to a state that can be trained."""
-    plan, chosen, group = job.plan, job.config.train.optimizer, groups.all
+    plan, chosen, workers = job.plan, job.config.train.optimizer, groups.workers
     kind = job.config.train.dropout
     engine = shard_model(
         task.model,
@@ -123,20 +124,20 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
     geometry = BatchGeometry(
         global_batch=plan.global_batch,
         num_microbatches=plan.num_microbatches,
-        dp_size=group.size,
-        dp_rank=group.index,
+        dp_size=groups.num_workers,
+        dp_rank=workers.index,
     )
     state = TrainState(engine, ShardedOptimizer(spec, engine.shards))
     if kind == "stateless":
         state.randomness = stateless_randomness(
-            geometry, seed=job.config.train.seed, must_agree=partial(group.log.must_agree, group.axis)
+            geometry, seed=job.config.train.seed, must_agree=partial(workers.log.must_agree, workers.axis)
         )
     return CandidateRank(
-        rank=group.ranks[group.index],
+        rank=groups.all.ranks[groups.all.index],
         engine=engine,
         state=state,
         batches=Batches(task.train_data, geometry, seed=job.config.train.seed),
-        loss=task.loss,
+        loss=no_samples if groups.is_server else task.loss,
         num_microbatches=plan.num_microbatches,
         clip_norm=clip_norm,
     )
@@ -160,6 +161,7 @@ class _Candidate:
     def __init__(self, job: VerifyJob, reference: Reference, path: Path, *, groups: DataGroups) -> None:
         self._job = job
         self._reference = reference
+        self._groups = groups
         self._group = groups.all
         task = make_subject(job)
         self._names = dict(task.model.named_parameters())
@@ -207,7 +209,7 @@ class _Candidate:
                 break
             self._compare_gradients(step, result)
             self._compare_state(step)
-            for name, buffer in self._rank.engine.model.named_buffers():
+            for name, buffer in self._buffers():
                 self._comparer.compare(("buffers", step, -1, name), buffer)
             if save is not None and save.step == step:
                 save_rank(self._rank, save)
@@ -249,6 +251,8 @@ class _Candidate:
     def _micro_batch(self, step: int, microbatch: int) -> Any:
         self._step_number, self._microbatch = step, microbatch
         self._data.take()
+        if self._groups.is_server:
+            return None
         batch = self._rank.batches.micro_batch(step - 1, microbatch)
         self._samples[step, microbatch] = self._data.take()
         return cast_batch(batch, MASTER_DTYPES[self._job.plan.precision])
@@ -342,15 +346,26 @@ class _Candidate:
             part = f"{key[3]} [{shard.piece.start}:{shard.piece.stop})"
             self._copy_digests[key[0], key[1], key[2], part] = tensor_digest(value)
 
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What follows the samples: on ranks that have some."""
+        return iter(()) if self._groups.is_server else self._rank.engine.model.named_buffers()
+
     def _digest_replicas(self, step: int) -> None:
-        """Checksums of what every rank holds whole after a step, and of parts that copies of the model share."""
+        """Checksums of what every rank holds whole after a step, and of parts that copies of the model share.
+
+        Of parameters a server holds its own as they are now.
+        """
         engine = self._rank.engine
-        sharded = {p for memory in engine.memories if memory.transient for p in memory.parameters}
+        stale = {p for memory in engine.memories if memory.transient for p in memory.parameters}
+        if self._groups.is_server:
+            stale = {self._names[p.name] for unit in engine.units for b in unit.buckets for p in b.parameters}
+            stale -= {self._names[shard.name] for shard in engine.shards}
+        digests = self._copy_digests if self._groups.num_servers else self._digests
         for name, parameter in self._names.items():
-            if parameter not in sharded:
-                self._digests["parameters", step, -1, name] = tensor_digest(parameter)
-        for name, buffer in engine.model.named_buffers():
-            self._digests["buffers", step, -1, name] = tensor_digest(buffer)
+            if parameter not in stale:
+                digests["parameters", step, -1, name] = tensor_digest(parameter)
+        for name, buffer in self._buffers():
+            digests["buffers", step, -1, name] = tensor_digest(buffer)
         for shard in engine.shards:
             if step:  # before there are none
                 self._digest_part(("gradients", step, -1, shard.name), shard, shard.gradient)
@@ -376,8 +391,13 @@ class _Candidate:
             named = Counter({_call_name(op, engine.owners.axis): count for op, count in calls.items()})
             for op, count in between.items():
                 named[_call_name(op, copies.axis)] += count
+            workers = self._groups.workers
             if self._group.size > 1:
-                named["all_reduce"] += 1 + sum(_num_statistics(use, again) for use in uses[part])
+                named["all_reduce"] += 1
+            if workers.size > 1:
+                name = _call_name("all_reduce", workers.axis)
+                named[name] += sum(_num_statistics(use, again) for use in uses[part])
+            named = Counter({name: count for name, count in named.items() if count})
             declared.append(dict(named))
         return tuple(declared)
 

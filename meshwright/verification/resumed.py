@@ -33,6 +33,8 @@ def resumed_job(job: VerifyJob) -> VerifyJob:
     changed: TrainPlan = replace(
         plan, mesh=MeshSpec.of(dp_shard=other), policy=policy, micro_batch=-(-samples // other)
     )
+    if plan.servers:
+        changed = replace(changed, sync="native", servers=0)
     return replace(job, plan=changed, inject=None)
 
 

@@ -24,12 +24,14 @@ from meshwright.layout.accounting import (
     copies_wire_bytes,
     declared_calls,
     declared_wire_bytes,
+    server_wire_bytes,
 )
 from meshwright.layout.policy import find_policy
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.state import TrainState
-from meshwright.training.step import train_step
+from meshwright.training.step import no_samples, train_step
+from tests.parity.harness import with_servers
 from tests.sharding.harness import data_groups
 
 INPUTS, WIDTH, CLASSES = 64, 1100, 8
@@ -246,3 +248,58 @@ def test_bytes_of_whole_owners_are_the_sockets_bytes_over_all_ranks(
     declared, sent, received = (sum(column) for column in zip(*results, strict=True))
     assert declared - world <= received <= 1.001 * declared  # means are rounded down
     assert sent == pytest.approx(declared, rel=0.005)
+
+
+def _server_step(mesh: Any, servers: int, num_microbatches: int) -> dict[str, Any]:
+    """Calls and bytes of one step of one rank, declared, issued and counted by the kernel."""
+    groups = with_servers(mesh, servers).data_groups()
+    row = find_policy("parameter_server", bucket_bytes=BUCKET_BYTES)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    engine = ShardingEngine(model, policy=row, groups=groups, device=torch.device("cpu"))
+    state = TrainState(engine, ShardedOptimizer(OptimizerSpec("sgd"), engine.shards))
+    inputs, log = torch.ones(2, WIDTH), mesh.log
+
+    def step() -> None:
+        train_step(
+            state,
+            lambda _: inputs,
+            loss=no_samples if groups.is_server else _loss,
+            num_microbatches=num_microbatches,
+            lr=1e-3,
+            clip_norm=None,
+        )
+        ops.barrier(groups.all, cause="measure")
+
+    step()
+    log.reset_counters()
+    before = _sent_and_received()
+    step()
+    moved = tuple(after - start for after, start in zip(_sent_and_received(), before, strict=True))
+    calls = {op: calls for (op, axis), calls in log.calls.items() if axis == "dp"}
+    logged = tuple(log.bytes[op, "dp"] for op in ("reduce", "broadcast"))
+    declared = declared_calls(row, engine.units, num_microbatches=num_microbatches)
+    wire = server_wire_bytes(engine.units, num_workers=groups.num_workers, index=groups.all.index)
+    whole = sum(bucket.nbytes for unit in engine.units for bucket in unit.buckets)
+    return {
+        "calls": calls,
+        "declared": {**declared, "all_reduce": 1, "barrier": 1},
+        "logged": logged,
+        "wire": wire,
+        "moved": moved,
+        "whole": whole,
+    }
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's tcp_info")
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
+def test_bytes_of_parameter_servers_are_the_sockets_bytes(ranks, workers: int, servers: int) -> None:
+    results = ranks.run(_server_step, workers + servers, servers, 2)
+    whole = results[0]["whole"]
+    for result in results:
+        assert result["calls"] == result["declared"]
+        assert result["logged"] == (whole, whole)  # ranks log the same calls; who takes part is the program's
+        for moved, declared in zip(result["moved"], result["wire"], strict=True):
+            assert moved == pytest.approx(declared, rel=0.005)
+    assert [result["wire"] for result in results[:workers]] == [(whole, whole)] * workers
+    for direction in (0, 1):
+        assert sum(result["wire"][direction] for result in results[workers:]) == workers * whole

@@ -30,7 +30,8 @@ def options_of(algorithm: str, collective: str, n: int) -> list[dict[str, int]]:
     if algorithm == "hierarchical":
         return [{"ranks_per_node": k} for k in range(1, n + 1)]
     if algorithm == "parameter_server":
-        return [{"num_servers": s} for s in (1, 2, 3)]
+        roots = range(3) if collective != "all_reduce" else (0,)
+        return [{"num_servers": s, "root": root} for s in (1, 2, 3) for root in roots if root < s]
     if collective in ("broadcast", "reduce"):
         return [{"root": root} for root in range(n)]
     return [{}]
@@ -49,7 +50,8 @@ def mutate(exchange: Exchange, rng: random.Random) -> Exchange:
     program = list(exchange.programs[rank])
     where = rng.randrange(len(program))
     step = program[where]
-    kind = rng.choice(("drop step", "double step", "swap steps", "message", "message", "message", "message"))
+    kinds = ["drop step", "double step", *["swap steps"] * (len(program) > 1), *["message"] * 4]
+    kind = rng.choice(kinds)
     if kind == "drop step":
         del program[where]
     elif kind == "double step":

@@ -138,6 +138,7 @@ def test_a_mistake_on_one_rank_ends_all_and_is_named(script, mode: str, code: st
         ("zero=7", "E109", "plan.zero = 7"),
         ("stage=2", "E101", "unknown key 'plan.stage'"),
         ("tp=2", "E110", "plan.tp"),
+        ("sync=parameter_server", "E223", "your loop runs the model on every rank"),
     ],
 )
 def test_a_plan_that_cannot_be(script, plan: str, code: str, text: str) -> None:

@@ -122,3 +122,14 @@ def test_one_large_parameter_is_the_imbalance() -> None:
     specs = [_spec("big", 90), _spec("a", 5), _spec("b", 5)]
     assert owner_imbalance(group_by_size(specs, Division(2, 1, "whole"), bucket_bytes=1 << 20)) == 1.8
     assert owner_imbalance(()) == 1.0
+
+
+def test_servers_own_everything_and_workers_nothing() -> None:
+    specs = [_spec(f"p{i}", 10 + i) for i in range(9)]
+    (unit,) = group_by_size(specs, Division(5, 16, "whole", first_owner=3), bucket_bytes=200)
+    for bucket in unit.buckets:
+        assert all(bucket.shard_numel(worker) == 0 for worker in range(3))
+        assert sum(bucket.shard_numel(server) for server in (3, 4)) == bucket.numel
+    loads = [sum(bucket.shard_numel(server) for bucket in unit.buckets) for server in (3, 4)]
+    assert max(loads) <= 4 / 3 * sum(loads) / 2
+    assert owner_imbalance((unit,), first_owner=3) < 1.1

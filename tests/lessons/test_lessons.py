@@ -96,6 +96,18 @@ def test_lesson_2_counts_a_ring(run_lesson):
     assert parities(output) == [("ddp", "4", "1")]
 
 
+def test_lesson_3_shows_servers_in_lockstep_and_without(run_lesson):
+    output = run_lesson(3)
+    assert "0→2" in output
+    assert parities(output) == [("parameter_server", "3", "1")]
+    servers = re.findall(r"^  1 server .* ([\d.]+) S$", output, re.MULTILINE)
+    assert [float(part) for part in servers] == [2, 8, 64]
+    bounds = re.findall(r"bound (\d): loss ([\d.]+) → [\d.]+ → ([\d.]+)   largest lead (\d)", output)
+    assert [(int(bound), int(lead)) for bound, _, _, lead in bounds] == [(0, 0), (4, 4)]
+    assert all(float(last) < float(first) for _, first, last, _ in bounds)
+    assert "the same curve: False" in output
+
+
 def test_lesson_4_shows_drift_order_and_accumulation(run_lesson):
     output = run_lesson(4)
     distances = [float(d) for d in re.findall(r"^  step \d .* ([\d.]+)$", output, re.MULTILINE)]

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from meshwright.adapt import linear
+from meshwright.comm.mesh import Mesh
 from meshwright.data.index_law import rank_range
 from meshwright.layout.policy import find_policy
+from meshwright.mesh import MeshSpec
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.testing.reference import Trace, run_reference
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, parameter_groups
 from meshwright.training.state import TrainState
-from meshwright.training.step import train_step
+from meshwright.training.step import no_samples, train_step
 from tests.parity import models
 
 GLOBAL_BATCH, NUM_STEPS, CLIP = 12, 5, 0.05
@@ -31,10 +33,13 @@ class Case:
     accumulate: int
     optimizer: str
     dtype: str = "float64"
+    servers: int = 0  # of the world
 
     def __str__(self) -> str:
+        servers = f"-{self.servers}servers" if self.servers else ""
         return (
-            f"{self.model}-{self.policy}-{self.world}ranks-acc{self.accumulate}-{self.optimizer}-{self.dtype}"
+            f"{self.model}-{self.policy}-{self.world}ranks{servers}-acc{self.accumulate}-{self.optimizer}-"
+            f"{self.dtype}"
         )
 
     @property
@@ -47,8 +52,17 @@ class Case:
         return {"float64": torch.float64, "float32": torch.float32}[self.dtype]
 
 
+def with_servers(mesh: Any, servers: int) -> Mesh:
+    """The ranks of a local mesh, the last of them as parameter servers."""
+    workers = MeshSpec.of(dp_shard=mesh.world.size - servers)
+    sync = "parameter_server" if servers else "native"
+    return Mesh(workers, mesh.world, log=mesh.log, device=mesh.device, sync=sync, servers=servers)
+
+
 def candidate(mesh: Any, case: Case) -> dict[str, Any]:
     """What one rank holds after training: losses, norms, and its pieces of gradients and parameters."""
+    mesh = with_servers(mesh, case.servers)
+    groups = mesh.data_groups()
     model = models.build(case.model, case.torch_dtype)
     values = {name: p.detach().clone().flatten() for name, p in model.named_parameters()}
     if case.model in ("gpt", "mlp"):  # as the trainer does: built without memory, drawn shard by shard
@@ -58,7 +72,7 @@ def candidate(mesh: Any, case: Case) -> dict[str, Any]:
     engine = ShardingEngine(
         model,
         policy=find_policy(case.policy, bucket_bytes=4096),
-        groups=mesh.data_groups(),
+        groups=groups,
         device=torch.device("cpu"),
         initialiser=lambda name, start, stop, _dtype: values[name][start:stop],
     )
@@ -68,12 +82,14 @@ def candidate(mesh: Any, case: Case) -> dict[str, Any]:
     for step in range(NUM_STEPS):
 
         def micro_batch(k: int, step: int = step) -> Any:
+            if groups.is_server:
+                return None
             ids = rank_range(
                 step,
                 k,
                 global_batch=GLOBAL_BATCH,
                 num_microbatches=case.accumulate,
-                dp_size=mesh.world.size,
+                dp_size=groups.num_workers,
                 dp_rank=mesh.rank,
             )
             return models.samples(case.model, ids.start, len(ids), case.torch_dtype)
@@ -81,7 +97,7 @@ def candidate(mesh: Any, case: Case) -> dict[str, Any]:
         result = train_step(
             state,
             micro_batch,
-            loss=models.loss_of(case.model),
+            loss=no_samples if groups.is_server else models.loss_of(case.model),
             num_microbatches=case.accumulate,
             lr=LR,
             clip_norm=CLIP,

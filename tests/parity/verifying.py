@@ -113,7 +113,7 @@ class Verifier:
     ) -> list[RankReport]:
         """Run the candidate only; arguments as of `run`."""
         job = replace(prepared.job, inject=inject, plan=plan or prepared.job.plan)
-        size = job.plan.mesh.world_size
+        size = job.plan.world_size
         return self._pool.run(_candidate, size, job, prepared.reference, prepared.path, timeout=timeout)
 
 
@@ -124,7 +124,15 @@ def _reference(_mesh: Any, job: VerifyJob, path: Path) -> Reference:
 def _candidate(mesh: Any, job: VerifyJob, reference: Reference, path: Path) -> RankReport:
     plan = job.plan
     transport = "gloo" if plan.transport == "auto" else plan.transport
-    bound = Mesh(plan.mesh, mesh.world, log=mesh.log, device=mesh.device, sync=plan.sync, transport=transport)
+    bound = Mesh(
+        plan.mesh,
+        mesh.world,
+        log=mesh.log,
+        device=mesh.device,
+        sync=plan.sync,
+        transport=transport,
+        servers=plan.servers,
+    )
     groups = bound.data_groups()
     for group in (groups.all, groups.shard, groups.replicate):
         if isinstance(group.transport, SharedTransport):

@@ -23,8 +23,9 @@ from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.saving import aliases, expected_tensors, items_to_save, load_items
 from meshwright.training.state import TrainState
-from meshwright.training.step import train_step
+from meshwright.training.step import no_samples, train_step
 from tests.parity import models
+from tests.parity.harness import with_servers
 from tests.sharding.harness import data_groups
 
 GLOBAL_BATCH, LR, CLIP, SEED = 12, 0.01, 0.5, 5
@@ -75,6 +76,7 @@ class Leg:
     accumulate: int = 1
     copies: int = 1
     ownership: Ownership = "flat"
+    servers: int = 0  # of the world
 
 
 @dataclass
@@ -85,12 +87,15 @@ class Rank:
     geometry: BatchGeometry
     model: str
     accumulate: int
+    is_server: bool = False
 
     def step(self) -> tuple[float, list[int]]:
         """Loss, and the global samples that this rank saw."""
         step, seen = self.state.step, []
 
         def micro_batch(k: int) -> Any:
+            if self.is_server:
+                return None
             ids = self.geometry.rank_range(step, k)
             seen.extend(ids)
             kind = "mlp" if self.model == "statistics" else self.model
@@ -100,7 +105,7 @@ class Rank:
         result = train_step(
             self.state,
             micro_batch,
-            loss=loss,
+            loss=no_samples if self.is_server else loss,
             num_microbatches=self.accumulate,
             lr=LR,
             clip_norm=CLIP,
@@ -119,23 +124,26 @@ def make_rank(
     frozen: tuple[str, ...] = (),
     copies: int = 1,
     ownership: Ownership = "flat",
+    servers: int = 0,
 ) -> Rank:
     module = build(model)
     for name in frozen:
         module.get_parameter(name).requires_grad_(False)
+    groups = with_servers(mesh, servers).data_groups() if servers else data_groups(mesh, copies)
     engine = ShardingEngine(
         module,
         policy=find_policy(policy, bucket_bytes=4096, ownership=ownership),
-        groups=data_groups(mesh, copies),
+        groups=groups,
         device=torch.device("cpu"),
     )
     registry.install(module, engine, dropout_kind="stateless")
     module.train()
-    geometry = BatchGeometry(GLOBAL_BATCH, accumulate, mesh.world.size, mesh.rank)
+    workers = groups.workers
+    geometry = BatchGeometry(GLOBAL_BATCH, accumulate, groups.num_workers, workers.index)
     state = TrainState(engine, ShardedOptimizer(SPECS[optimizer], engine.shards))
-    log = mesh.group("dp").log
-    state.randomness = stateless_randomness(geometry, seed=SEED, must_agree=partial(log.must_agree, "dp"))
-    return Rank(state, geometry, model, accumulate)
+    must_agree = partial(workers.log.must_agree, workers.axis)
+    state.randomness = stateless_randomness(geometry, seed=SEED, must_agree=must_agree)
+    return Rank(state, geometry, model, accumulate, groups.is_server)
 
 
 def make_writer(rank: Rank, root: Path, *, attempt: str = "a", background: bool = False) -> Writer:
@@ -166,7 +174,7 @@ def load(rank: Rank, path: Path) -> int:
 
 
 def run_leg(mesh: Any, model: str, optimizer: str, leg: Leg, root: Path, first: int) -> dict[str, Any]:
-    shape = {"copies": leg.copies, "ownership": leg.ownership}
+    shape = {"copies": leg.copies, "ownership": leg.ownership, "servers": leg.servers}
     rank = make_rank(mesh, model, optimizer, leg.policy, leg.accumulate, **shape)
     read = load(rank, root / folder.step_name(first)) if first else 0
     losses, samples = [], []

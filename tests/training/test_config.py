@@ -209,7 +209,7 @@ stages = [
             'E109 command line  model.init = "pretrained": only an "hf:" model has it, not "pre',
         ),
         ("model.task=masked_lm", 'E109 command line  model.task = "masked_lm": only an "hf:" model has it'),
-        ("plan.recompute=some", 'E240 command line  plan.recompute = "some": \'some\' is none of none'),
+        ("plan.recompute=some", "E240 command line  plan.recompute = \"some\": 'some' is none of none"),
         (
             "plan.recompute=every:0",
             'E240 command line  plan.recompute = "every:0": behind every stands a number',
@@ -246,9 +246,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
         "plan.cp=2",
         "plan.cp_kind=ring",
         "plan.ep=2",
-        "plan.sync=parameter_server",
-        "plan.servers=2",
-        "plan.staleness=1",
         "plan.cluster=8xh100",
         "plan.memory_headroom=10%",
         "log.to=['wandb']",

@@ -37,6 +37,11 @@ CHAINS = {
         "adamw",
         [Leg(4, "zero3", 2, copies=2), Leg(3, "zero2", 4, ownership="whole"), Leg(2, "zero1", 6, copies=2)],
     ),
+    "statistics-servers": (
+        "statistics",
+        "adamw",
+        [Leg(2, "ddp", 2), Leg(4, "parameter_server", 4, servers=2), Leg(2, "ddp", 6)],
+    ),
     "statistics-sgd": ("statistics", "sgd", [Leg(3, "ddp", 3), Leg(1, "zero1", 4), Leg(4, "zero3", 6)]),
 }
 

@@ -99,6 +99,9 @@ def test_what_is_right_passes(case):
     [
         ("sync=ring,zero=3", 3),
         ("sync=tree,zero=2,ownership=whole", 2),
+        ("sync=parameter_server,servers=2", 4),
+        pytest.param("sync=parameter_server", 2, marks=pytest.mark.parity),
+        pytest.param("sync=parameter_server,offload=optimizer", 3, marks=pytest.mark.parity),
         pytest.param("sync=ring,zero=1,hsdp=2", 4, marks=pytest.mark.parity),
         pytest.param("sync=tree", 3, marks=pytest.mark.parity),
         pytest.param("sync=hierarchical", 3, marks=pytest.mark.parity),
@@ -111,7 +114,19 @@ def test_algorithms_of_the_exchange_compute_the_same(plan, processes):
     )
     assert result.ok, result.table()
     assert result.check("counts").compared > 0
-    assert f"sync {plan.split(',')[0].removeprefix('sync=')}" in result.candidate
+    name = plan.split(",")[0].removeprefix("sync=")
+    assert (f"sync {name}" if name != "parameter_server" else "parameter server") in result.candidate
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16"}, {"optimizer": "muon"}, {}])
+def test_what_is_right_passes_with_parameter_servers(subject, options):
+    build, loss, data = SUBJECTS[subject]
+    plan = "sync=parameter_server,bucket_bytes=4096 bytes"
+    result = meshwright.verify(build, loss, data, plan=plan, processes=3, steps=2, **options)
+    assert result.ok, result.table()
+    assert result.check("resume").compared > 0
 
 
 def failing(inject, **options):

@@ -35,10 +35,12 @@ class Choice:
     Attributes:
         algorithms: collective to a name of the catalogue; the others are the inner transport's.
         ranks_per_node: neighbouring ranks on one host, for hierarchical.
+        num_servers: ranks at the end that bring no values, for parameter_server.
     """
 
     algorithms: Mapping[str, str]
     ranks_per_node: int = 1
+    num_servers: int = 0
 
 
 class ExchangeTransport:
@@ -151,13 +153,14 @@ class ExchangeTransport:
         )
 
     def _generate(self, collective: str, root: int) -> Generated:
-        name = self._choice.algorithms[collective]
+        name, num_workers = self._choice.algorithms[collective], self._size - self._choice.num_servers
         return generate(
             name,
             cast(Collective, collective),
-            self._size,
+            num_workers,
             ranks_per_node=self._choice.ranks_per_node,
-            root=root,
+            num_servers=self._choice.num_servers,
+            root=root - num_workers if self._choice.num_servers else root,
         )
 
     def _start(
