@@ -111,7 +111,9 @@ class Case:
 
     @property
     def offers(self) -> frozenset[str]:
-        """The needs of faults that it meets."""
+        """The needs of faults that it meets; with a server those of servers only."""
+        if self.policy == "parameter_server":
+            return frozenset({"servers"})
         sharded = self.policy != "ddp"
         by_plan = {
             "2 ranks": True,
@@ -138,12 +140,18 @@ CASES = tuple(
     for ranks in (2, 3, 4)
     for micro_steps in (1, 2)
     for optimizer in ("adamw", "sgd")
+) + tuple(
+    Case(subject, "parameter_server", ranks, micro_steps, "adamw")
+    for subject in SUBJECTS
+    for ranks in (3, 4)
+    for micro_steps in (1, 2)
 )
 
 
 def cases_of(fault: SilentFault) -> list[Case]:
     """All cases that have what the fault breaks, in an order drawn from its name."""
     cases = [case for case in CASES if case.offers.issuperset(fault.needs)]
+    cases = [case for case in cases if ("servers" in case.offers) == ("servers" in fault.needs)]
     random.Random(fault.name).shuffle(cases)
     return cases
 
@@ -207,12 +215,16 @@ class Runner:
         return _trial(fault, case, pickle.loads(path.read_bytes()), result)
 
     def _plan(self, prepared: Prepared, case: Case) -> Any:
+        servers = int(case.policy == "parameter_server")
+        workers = case.ranks - servers
         return replace(
             prepared.job.plan,
-            mesh=MeshSpec.of(dp_shard=case.ranks),
+            mesh=MeshSpec.of(dp_shard=workers),
             policy=find_policy(case.policy, bucket_bytes=BUCKET_BYTES),
             transport=self.transport,
-            micro_batch=-(-GLOBAL_BATCH // (case.micro_steps * case.ranks)),
+            micro_batch=-(-GLOBAL_BATCH // (case.micro_steps * workers)),
+            sync="parameter_server" if servers else "native",
+            servers=servers,
         )
 
     def _prepare(self, case: Case) -> Prepared:

@@ -79,6 +79,15 @@ def test_a_fault_is_caught_and_named(runner, name, case):
     assert trial.is_right, trial.describe()
 
 
+@pytest.mark.parametrize("name", ["push_dropped", "push_twice"])
+def test_a_fault_of_a_server_is_caught_and_the_worker_is_named(runner, name):
+    trial = runner.trial(name, case_of("net", "parameter_server"), seed=1)
+    assert trial.is_right, trial.describe()
+    worker = trial.site.other % 2
+    assert trial.first.source_rank in (worker, None)
+    assert trial.first.step == trial.site.step
+
+
 def test_a_site_is_drawn_from_its_seed(runner):
     """Other ranks draw the same; another seed is another place or time."""
     trials = [runner.trial("update_skipped", case_of("net", "ddp"), seed) for seed in (0, 0, 1, 2, 3)]

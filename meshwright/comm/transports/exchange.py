@@ -66,6 +66,11 @@ class ExchangeTransport:
         self._generated = lru_cache(maxsize=None)(self._generate)
 
     @property
+    def inner(self) -> Transport:
+        """What carries the messages."""
+        return self._inner
+
+    @property
     def scratch_bytes(self) -> int:
         """See `Transport`."""
         return self._inner.scratch_bytes + self._sums.nbytes + self._arriving.nbytes

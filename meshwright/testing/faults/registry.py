@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from meshwright.errors import ConfigError
-from meshwright.testing.faults import accumulation, forwards, norms, reductions, samples, updates
+from meshwright.testing.faults import accumulation, forwards, norms, reductions, samples, servers, updates
 from meshwright.testing.faults.silent import SilentFault, Site, draw_site
 from meshwright.verification.candidate import CandidateRank
 
@@ -19,6 +19,7 @@ _ALL = (
     *updates.FAULTS,
     *forwards.FAULTS,
     *samples.FAULTS,
+    *servers.FAULTS,
 )
 SILENT: Mapping[str, SilentFault] = MappingProxyType({fault.name: fault for fault in _ALL})
 

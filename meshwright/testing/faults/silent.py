@@ -142,6 +142,7 @@ NEEDS: Mapping[str, Need] = MappingProxyType(
         "whole gradients": Need("policy ddp or zero1", _policy("ddp", "zero1")),
         "weight shards": Need("policy zero3", _policy("zero3")),
         "whole weights": Need("policy ddp, zero1 or zero2", _policy("ddp", "zero1", "zero2")),
+        "servers": Need("parameter servers", _policy("parameter_server")),
         "adam": Need("optimizer adam or adamw", _is_adam),
         "decoupled decay": Need("optimizer adamw", lambda c: c.state.optimizer.name == "adamw"),
         "clipping": Need("a limit of the gradient norm", lambda c: c.clip_norm is not None),
@@ -161,7 +162,7 @@ NEEDS: Mapping[str, Need] = MappingProxyType(
     }
 )
 
-# Places and ranks of all faults are those of one copy of the model, cut by elements.
+# Places and ranks of all faults but those of servers are those of one copy of the model, cut by elements.
 _LAYOUT = Need(
     "one copy of the model in flat shards",
     lambda c: (
@@ -214,7 +215,7 @@ def draw_site(
 
 
 def _check_needs(fault: SilentFault, candidate: CandidateRank, steps: int) -> None:
-    needs = [*(NEEDS[need] for need in fault.needs), _LAYOUT]
+    needs = [*(NEEDS[need] for need in fault.needs), *([] if "servers" in fault.needs else [_LAYOUT])]
     missing = [need.words for need in needs if not need.holds(candidate)]
     if steps < fault.first_step + fault.spare_steps:
         missing.append(f"{fault.first_step + fault.spare_steps} steps")
