@@ -177,6 +177,13 @@ CATALOGUE = (
         "Capture a smaller copy with values; or write the branch with torch.where, or without it.",
     ),
     CodeEntry(
+        "E132",
+        "an ONNX file that tells no costs",
+        "The file is no ONNX model, holds an op of another domain or a product without a formula here, or leaves out "
+        "the shape of a product's operands.",
+        "Export with ops of ONNX itself and with shapes; torch.onnx.export(..., dynamo=True) writes both.",
+    ),
+    CodeEntry(
         "E133",
         "an operation that a task graph cannot hold",
         "The model was traced, and one of its operations is no op of torch (a region of another kind, a library that "
@@ -208,6 +215,18 @@ CATALOGUE = (
         "a batch without samples",
         "Dim 0 of every tensor of a batch counts samples; here tensors disagree, or there is none.",
         "Give tensors in dicts, lists or tuples, all with the same number of samples; scalars may stay beside them.",
+    ),
+    CodeEntry(
+        "E138",
+        "reading ONNX files needs onnx",
+        "The package is an extra, because only .onnx files need it.",
+        'pip install "meshwright[onnx]".',
+    ),
+    CodeEntry(
+        "E139",
+        "control flow in an ONNX file",
+        "If, Loop and Scan run as often as values say, so their costs are not those of a graph.",
+        "Export the model for one branch and a fixed number of turns.",
     ),
     CodeEntry(
         "E200",
@@ -546,6 +565,13 @@ CATALOGUE = (
         "The model's code fixes batch or sequence, or uses it in a way that is no polynomial, so costs hold for the "
         "size at capture.",
         "Capture at the size you want; for an open batch, give at least 2 samples.",
+    ),
+    CodeEntry(
+        "W132",
+        "ONNX results of unknown shape",
+        "Shape inference could not tell the shape of some results. None of them is an operand of a product, so FLOPs "
+        "are complete; bytes leave them out.",
+        "Export with shapes of all values, or with fixed sizes.",
     ),
     CodeEntry(
         "W205",

@@ -1,6 +1,7 @@
 """`meshwright draw`: pictures of what the system does, as text on the terminal or as SVG in a file.
 
-Owns the options and the choice of picture. Pictures stand with what they show: `exchange/draw.py`, `schedule/draw.py`.
+Owns the options and the choice of picture. Pictures stand with what they show: `exchange/draw.py`, `schedule/draw.py`,
+`graph/draw.py`.
 """
 
 from __future__ import annotations
@@ -44,26 +45,40 @@ def draw(  # noqa: PLR0913 - each is an option of the command
     schedule: Annotated[
         str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-v ... over time.")
     ] = None,
+    graph: Annotated[
+        str | None,
+        typer.Option(help="A preset, hf:PLACE, py:MODULE:FUNCTION, FILE.onnx, or FILE.json that this wrote."),
+    ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that bring values (collectives).")] = 4,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks on one host (hierarchical).")] = 2,
     servers: Annotated[int, typer.Option(help="Servers (parameter_server).")] = 1,
     stages: Annotated[int, typer.Option(help="Ranks of the pipeline (schedules).")] = 4,
     microbatches: Annotated[int, typer.Option(help="Micro-batches of a step (schedules).")] = 8,
     chunks: Annotated[int | None, typer.Option(help="Stages a rank (interleaved, searched).")] = None,
+    batch: Annotated[int, typer.Option(help="Samples (graphs).")] = 2,
+    sequence: Annotated[int, typer.Option(help="Positions (graphs).")] = 64,
     out: Annotated[
-        Path | None, typer.Option(help="Write the picture as SVG here; a schedule also as .csv.")
+        Path | None,
+        typer.Option(help="Write the picture as SVG here; a schedule also as .csv, a graph also as .json."),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """A collective, blocks per rank; or a pipeline schedule over time."""
-    if (collective is None) == (schedule is None):
-        raise ConfigError("E109", "draw needs one of --collective and --schedule, e.g. --schedule 1f1b")
+    """A collective, blocks per rank; a pipeline schedule over time; or a model as a graph of tasks."""
+    if [collective, schedule, graph].count(None) != 2:
+        raise ConfigError(
+            "E109", "draw needs one of --collective, --schedule and --graph, e.g. --schedule 1f1b"
+        )
+    suffix = "" if out is None else out.suffix
     if collective is not None:
         sizes = {"ranks": ranks, "ranks_per_node": ranks_per_node, "servers": servers}
         text, svg, facts = _collective(collective.replace("-", "_"), sizes)
+    elif graph is not None:
+        from meshwright.cli.draw_graph import draw_graph
+
+        text, svg, facts = draw_graph(graph, (batch, sequence), json=suffix == ".json")
     else:
         made = make_schedule(schedule or "", stages, microbatches, num_chunks=chunks)
-        text, svg, facts = _schedule(made, csv=out is not None and out.suffix == ".csv")
+        text, svg, facts = _schedule(made, csv=suffix == ".csv")
     if out is not None:
         out.write_text(svg, encoding="utf-8")
     if json_output:

@@ -170,7 +170,7 @@ def _hf_task(config: RunConfig, place: str) -> Task:
 
 def _user_task(config: RunConfig, place: str) -> Task:
     torch.manual_seed(config.train.seed)
-    model, loss, dataset = _call_user(place)
+    model, loss, dataset = call_user(place)
     # Spread over the dataset: the first samples may not be like the others (sorted labels, no padding).
     indices = {i * len(dataset) // _NUM_PROBES for i in range(_NUM_PROBES)}
     probe = [dataset[i] for i in sorted(indices)]
@@ -210,7 +210,8 @@ def _declared_pair(loss: Callable[[Any, Any], Any], place: str) -> Loss:
     return checked
 
 
-def _call_user(place: str) -> tuple[nn.Module, Callable[[Any, Any], Any], Any]:
+def call_user(place: str) -> tuple[nn.Module, Callable[[Any, Any], Any], Any]:
+    """What the function `MODULE:FUNCTION` returns: (model, loss, dataset); E111 unless it is that."""
     value = import_function(place, key="model.source")()
     rule = f"py:{place} must return (model, loss_fn, dataset)"
     if not isinstance(value, tuple) or len(value) != 3:
