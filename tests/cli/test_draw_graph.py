@@ -32,23 +32,23 @@ def call(*arguments):
 def saved(tmp_path_factory):
     """A preset as JSON."""
     path = tmp_path_factory.mktemp("graph") / "gpt.json"
-    assert call("gpt2-124m", "--out", str(path)).stdout == f"wrote {path}\n"
+    assert call("gpt-nano", "--out", str(path)).stdout == f"wrote {path}\n"
     return path
 
 
 def test_a_file_draws_the_table_at_any_size(saved):
-    table = call(str(saved), "--batch", "4", "--sequence", "1024").stdout
-    assert "124,439,808 parameters; batch 4, sequence 1024: " in table
+    table = call(str(saved), "--batch", "4", "--sequence", "100").stdout
+    assert "842,496 parameters; batch 4, sequence 100: " in table
     assert "blocks.0" in table
-    assert "x 12" in table
+    assert "x 4" in table
     assert "token_embedding.weight = head.weight" in table
     assert from_json(saved.read_text()).free == ("batch", "sequence")
 
 
 def test_json_tells_costs_and_formulas(saved):
-    printed = json.loads(call(str(saved), "--batch", "1", "--sequence", "1024", "--json").stdout)
-    assert printed["flops"] == 1024 * (12 * (24 * 768**2 + 4 * 768 * 1024) + 2 * 768 * 50257)
-    assert printed["flops_formula"] == "36864*b*s^2 + 247064064*b*s"
+    printed = json.loads(call(str(saved), "--batch", "1", "--sequence", "100", "--json").stdout)
+    assert printed["flops"] == 100 * (4 * (24 * 128**2 + 4 * 128 * 100) + 2 * 128 * 256)
+    assert printed["flops_formula"] == "2048*b*s^2 + 1638400*b*s"
     assert printed["backward_flops"] > 2 * printed["flops"]
     assert printed["ties"] == [["token_embedding.weight", "head.weight"]]
 
@@ -58,9 +58,9 @@ def test_a_picture_has_a_box_a_block(saved, tmp_path):
     call(str(saved), "--out", str(path))
     tree = ElementTree.parse(path)
     texts = [node.text or "" for node in tree.iter(SVG + "text")]
-    assert "12 x blocks.0" in texts
+    assert "4 x blocks.0" in texts
     tips = [node.text or "" for node in tree.iter(SVG + "title")]
-    assert any(tip.startswith("12 x ") and "7,087,872 parameters" in tip for tip in tips)
+    assert any(tip.startswith("4 x ") and "198,272 parameters" in tip for tip in tips)
 
 
 def test_models_of_other_sources_are_read(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_models_of_other_sources_are_read(tmp_path, monkeypatch):
     ("arguments", "code", "text"),
     [
         (["mnst"], "E104", "mnst"),
-        (["gpt2-124m", "--batch", "0"], "E109", "each is at least 1"),
+        (["gpt-nano", "--batch", "0"], "E109", "each is at least 1"),
         (["lost.json"], "E100", "no such file"),
         (["lost.onnx"], "E100", "no such file"),
     ],
