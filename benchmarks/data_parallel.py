@@ -89,6 +89,8 @@ class Nothing:
     def allocate(self, numel: int, dtype: torch.dtype) -> None:
         return None
 
+    allocate_common = allocate
+
     def nothing(self, *_: object) -> Work:
         return Work(())
 

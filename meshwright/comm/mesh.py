@@ -212,7 +212,7 @@ class Mesh:
             )
         check_transport(transport, device)
         self.transport = transport
-        self._host = SharedHost()
+        self._host = SharedHost(world.rank)
         self._sharing: list[SharedTransport] = []
         self.warnings: list[str] = []
         self._local_size = self._agreed_local_size() if self._algorithms else 1

@@ -89,6 +89,12 @@ class DataGroups:
                     return memory
         return torch.zeros(numel, dtype=dtype, device=device)
 
+    def allocate_common(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Zeros (1-D) that are the same memory on all ranks of a copy, where there is such memory; all must call."""
+        if device.type != "cpu" or self.shard.transport is None:
+            return None
+        return self.shard.transport.allocate_common(numel, dtype)
+
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the distinct axes, for the log."""

@@ -179,20 +179,27 @@ def server_wire_bytes(units: Sequence[Unit], *, num_workers: int, index: int) ->
 
 
 def memory_bytes(
-    policy: ShardingPolicy, units: Sequence[Unit], *, index: int = 0, offload: bool = False
+    policy: ShardingPolicy,
+    units: Sequence[Unit],
+    *,
+    index: int = 0,
+    offload: bool = False,
+    gathers_in_place: bool = False,
 ) -> MemoryBytes:
     """Bytes of weights and gradients that rank `index` holds from its first backward on, at every moment of a step.
 
     Ranks differ with whole ownership only. Buffers of gathered weights and open gradients are kept for reuse, so
     nothing grows or shrinks inside a step. For models that use every unit once, in order, and whose gradients come in
-    reverse order. `offload`: whether masters and optimizer state are in host memory.
+    reverse order. `offload`: whether masters and optimizer state are in host memory. `gathers_in_place`: whether ranks
+    share memory, so that gathered weights are the shards themselves.
     """
     buckets, trained = _all(units), _trained(units)
     shards = buckets[0].num_shards if buckets else 1
     transient = policy.shards_parameters and shards > 1
     sums_in_shard = policy.shards_gradients and shards > 1
+    gathered = 0 if gathers_in_place else _pool_bytes(policy, units, trained_only=False)
     return MemoryBytes(
-        weights=_pool_bytes(policy, units, trained_only=False) if transient else _nbytes(buckets),
+        weights=gathered if transient else _nbytes(buckets),
         weight_shards=_shard_bytes(buckets, index) if transient else 0,
         masters=0 if offload else _master_bytes(policy, [b for b in trained if b.has_master], index),
         gradients=0 if sums_in_shard else _gradient_bytes(trained),

@@ -346,6 +346,11 @@ class ShardingEngine:
         return self._gatherer
 
     @property
+    def gathers_in_place(self) -> bool:
+        """zero3: whether ranks share memory, so that gathered weights are the shards themselves."""
+        return any(memory.common_weights is not None for memory in self.memories)
+
+    @property
     def gathered_units(self) -> list[str]:
         """zero3: names of the units whose weights are gathered or on their way now."""
         return self._gatherer.gathered if self._gatherer is not None else []
@@ -365,7 +370,7 @@ class ShardingEngine:
             elif memory.has_own_master:
                 result["masters"] += memory.master_shard.untyped_storage().nbytes()
             if memory.transient:
-                result["weight_shards"] += memory.weight_shard.untyped_storage().nbytes()
+                result["weight_shards"] += memory.weight_shard.nbytes
             elif memory.weights is not None:
                 result["weights"] += memory.weights.untyped_storage().nbytes()
             if memory.sums_in_shard:

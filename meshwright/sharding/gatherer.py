@@ -35,6 +35,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.comm import ops
 from meshwright.comm.ops import Group, Handle
 from meshwright.nested import tensors_in
 from meshwright.sharding.memory import BucketMemory, BufferPool
@@ -171,6 +172,9 @@ class Gatherer:
         """Free whatever an evaluation gathered."""
         for unit in [*self._blocks, *([self._root] if self._root else [])]:
             self._release(unit)
+        if any(memory.common_weights is not None for unit in self._blocks for memory in unit.memories):
+            # After a training step its reduction says that nobody reads weights any more; here nothing would.
+            ops.barrier(self._group, cause="evaluation")
         self._phase = "idle"
 
     def _finish_forward(self) -> None:

@@ -52,7 +52,9 @@ class BucketMemory:
     Attributes:
         weights: flat full weights; parameters are views of it. Where parameters are sharded, None while released:
             parameters then keep their shapes without memory, so that a use is an error, never a wrong number.
-        weight_shard: this rank's part of the weights: a slice of `weights`, or memory of its own.
+        weight_shard: this rank's part of the weights: a slice of `weights` or `common_weights`, or memory of its own.
+        common_weights: where weights are sharded over ranks that share memory: the whole, of which each rank writes its
+            part only, between the step's reduction and the next gather. Gathering it copies nothing.
         master_shard: what the optimizer updates: `weight_shard` itself; or a float32 copy of it where the model
             computes in 16 bits, in host memory where it is offloaded (all three exist once `allocate` has run).
         gradients: flat full gradients, or None while not open.
@@ -90,6 +92,7 @@ class BucketMemory:
         self.owner_index = index if policy.shards_optimizer else 0
         self.transient = policy.shards_parameters and bucket.num_shards > 1
         self.weights: Tensor | None = None
+        self.common_weights: Tensor | None = None
         self.gradients: Tensor | None = None
         self.gradient_views: list[Tensor] = []
         self.reductions: list[Handle] = []
@@ -143,9 +146,12 @@ class BucketMemory:
                 self._fill(flat, spec, initialiser)
         self._bound: dict[int, list[Tensor]] = {}
         if self.transient:
-            self.weight_shard = groups.allocate(
-                flat[self.shard_slice].numel(), dtype=self.dtype, device=device
-            )
+            self.common_weights = groups.allocate_common(flat.numel(), dtype=self.dtype, device=device)
+            if self.common_weights is not None:
+                self.weight_shard = self.common_weights[self.shard_slice]
+            else:
+                shard_numel = flat[self.shard_slice].numel()
+                self.weight_shard = groups.allocate(shard_numel, dtype=self.dtype, device=device)
             self.weight_shard.copy_(flat[self.shard_slice])
             flat.untyped_storage().resize_(0)
             self._without_memory = views
@@ -206,7 +212,7 @@ class BucketMemory:
 
     def start_gather(self, pool: BufferPool, group: Group) -> list[Handle]:
         """Start gathering the weights into a buffer of `pool`; parameters cannot be read before `finish_gather`."""
-        self._gathering = pool.take()
+        self._gathering = pool.take() if self.common_weights is None else self.common_weights
         return self._distribute(self._gathering[: self.bucket.numel], group)
 
     def _distribute(self, weights: Tensor, group: Group) -> list[Handle]:
@@ -236,7 +242,8 @@ class BucketMemory:
         self.weights = None
         for parameter, view in zip(self.parameters, self._without_memory, strict=True):
             parameter.data = view
-        pool.give(self._gathering)
+        if self.common_weights is None:
+            pool.give(self._gathering)
 
     def start_update(self, group: Group) -> list[Handle]:
         """Start gathering updated shards into full weights that stay (zero1, zero2)."""

@@ -85,7 +85,11 @@ def memory_line(
 ) -> str:
     """Predicted / measured bytes of weights, gradients (open buffers included) and optimizer on this rank."""
     predicted = memory_bytes(
-        engine.policy, engine.units, index=engine.owners.index, offload=plan.offload == "optimizer"
+        engine.policy,
+        engine.units,
+        index=engine.owners.index,
+        offload=plan.offload == "optimizer",
+        gathers_in_place=engine.gathers_in_place,
     )
     held = engine.storage_bytes()
     rows = {

@@ -27,6 +27,7 @@ from meshwright.comm.transports.shared_barrier import start_of
 from meshwright.comm.transports.shared_segment import NOWHERE, SEGMENT_BYTES, Arena, PeerArena
 from meshwright.comm.watchdog import RunFiles, Watchdog
 from meshwright.errors import MeshwrightError, PlanError, WorkerError
+from meshwright.layout.accounting import memory_bytes
 from meshwright.testing.ranks import RankError
 from tests.sharding.harness import accumulate, make_engine
 
@@ -558,7 +559,8 @@ def test_a_transport_of_another_device_is_refused(transport: Any, device: str) -
 
 
 def test_an_arena_hands_out_zeros_and_gives_segments_back() -> None:
-    arena, peer = Arena(), PeerArena(os.getpid(), "me")
+    arena = Arena(5)
+    peer = PeerArena(os.getpid(), Arena(6))
     first, second = arena.allocate(1000, torch.float32), arena.allocate(3, torch.int64)
     assert first.untyped_storage().nbytes() == 4000  # its own bytes, not the segment's
     assert not first.any()
@@ -587,6 +589,35 @@ def test_an_arena_hands_out_zeros_and_gives_segments_back() -> None:
     assert len(set(os.listdir("/proc/self/fd")) - descriptors) <= 1  # the peer's newest mapping
 
 
+def _common(mesh: Any, numel: int) -> None:
+    """One memory for all: gathers and broadcasts inside it copy nothing, and agree on when it may be read."""
+    group, size, rank = mesh.group("dp"), mesh.world.size, mesh.rank
+    whole = group.transport.allocate_common(numel * size, torch.float32)
+    assert not whole.any()
+    ops.barrier(group, cause="all have looked")
+    for round_number in range(3):
+        own = whole.view(size, -1)[rank]
+        own.fill_(10.0 * round_number + rank)
+        ops.all_gather(whole, own, group, cause="t").wait()
+        expected = 10.0 * round_number + torch.arange(size).repeat_interleave(numel)
+        assert torch.equal(whole, expected)
+        private = torch.empty_like(whole)
+        ops.all_gather(private, own, group, cause="t").wait()
+        assert torch.equal(private, expected)
+        for owner in range(size):
+            ops.broadcast(whole.view(size, -1)[owner], group, index=owner, cause="t").wait()
+        assert torch.equal(whole, expected)
+        total = private.clone()
+        ops.all_reduce(total, group, cause="nobody reads any more").wait()
+        assert torch.equal(total, size * expected)
+    assert group.transport.allocate_common(0, torch.float32).numel() == 0
+
+
+@pytest.mark.parametrize("numel", [7, 60_000])
+def test_memory_in_common(ranks, numel: int) -> None:
+    ranks.run(_common, 3, numel, transport="shm")
+
+
 def _engine_memory(mesh: Any, policy: str) -> tuple[dict[str, int], list[bool], list[torch.Tensor]]:
     """What an engine holds, whether what its collectives read is shared, and its gradients after a step."""
     torch.manual_seed(1)
@@ -600,6 +631,8 @@ def _engine_memory(mesh: Any, policy: str) -> tuple[dict[str, int], list[bool], 
     read += [memory.gradient_shard for memory in engine.memories]
     read += [b for pool in engine._gradient_pools.values() for b in pool.buffers]
     held = engine.storage_bytes()
+    predicted = memory_bytes(engine.policy, engine.units, gathers_in_place=engine.gathers_in_place)
+    assert held["weights"] + held["weight_shards"] == predicted.weights + predicted.weight_shards
     del held["communication"]
     arena = getattr(engine.group.transport, "_arena", None)
     return (
@@ -614,7 +647,7 @@ def test_buffers_of_the_engine_are_shared_and_as_large_as_elsewhere(ranks, polic
     over_gloo = ranks.run(_engine_memory, 4, policy)
     over_shm = ranks.run(_engine_memory, 4, policy, transport="shm")
     for (held, shared, gradients), (expected, _, same) in zip(over_shm, over_gloo, strict=True):
-        assert held == expected
+        assert held == expected | ({"weights": 0} if policy == "zero3" else {})  # gathered where they are
         assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(gradients, same, strict=True))
         assert shared
         assert all(shared)

@@ -55,6 +55,12 @@ class Transport(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Zeros (1-D) in memory in which this transport's collectives are fastest; None where any memory serves."""
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Zeros (1-D) that are the same memory on every rank; all must call, and none does where None is returned.
+
+        Whoever writes in it must know that nobody reads there; a gather into it from slices of it copies nothing.
+        """
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum `tensor` over the group, in place."""
 

@@ -79,6 +79,9 @@ class ExchangeTransport:
         """See `Transport`."""
         return self._inner.allocate(numel, dtype)
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> None:
+        """See `Transport`: none, for a program passes on what it finds in its own memory."""
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`."""
         if "all_reduce" not in self._choice.algorithms:

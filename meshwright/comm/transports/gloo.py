@@ -56,6 +56,9 @@ class GlooTransport:
     def allocate(self, numel: int, dtype: torch.dtype) -> None:
         """See `Transport`: any memory serves."""
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> None:
+        """See `Transport`: there is none."""
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`. Gloo's own: no arrangement of sends beats it."""
         return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], keep=tensor)

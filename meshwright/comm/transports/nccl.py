@@ -37,6 +37,9 @@ class NcclTransport:
     def allocate(self, numel: int, dtype: torch.dtype) -> None:
         """See `Transport`: any memory serves."""
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> None:
+        """See `Transport`: there is none."""
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Transport`."""
         return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], keep=tensor)

@@ -12,7 +12,7 @@ the engine does. Sends and receives move when any operation waits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwright.comm.transports.base import Work
 from meshwright.comm.transports.shared_barrier import Barrier, call_number
 from meshwright.comm.transports.shared_messages import Messages
-from meshwright.comm.transports.shared_segment import NOWHERE, Arena, PeerArena
+from meshwright.comm.transports.shared_segment import NOWHERE, Arena, PeerArena, Place
 
 # A piece that goes through a slot: large enough to hide a barrier, small enough to stay in the cache.
 SLOT_BYTES = 1 << 20
@@ -40,14 +40,14 @@ class Neighbour:
     """What this rank knows of a rank of the group, itself included.
 
     Attributes:
+        rank: its global rank.
         words: its control segment.
         slots: for each of two turns, a piece of memory that all can read.
-        arena: its tensors; None for this rank itself.
     """
 
+    rank: int
     words: memoryview
     slots: tuple[Tensor, Tensor]
-    arena: PeerArena | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class SharedTransport:
         barrier: of the group.
         messages: of the group.
         arena: where `allocate` takes memory from.
+        arenas: what is mapped of other ranks, of this group or of others on this host.
 
     Attributes:
         in_place_bytes: from which size on tensors are read in place, where they can be.
@@ -89,6 +90,7 @@ class SharedTransport:
         barrier: Barrier,
         messages: Messages,
         arena: Arena,
+        arenas: Mapping[int, PeerArena],
     ) -> None:
         self.in_place_bytes = IN_PLACE_BYTES
         self._index = index
@@ -97,6 +99,7 @@ class SharedTransport:
         self._barrier = barrier
         self._messages = messages
         self._arena = arena
+        self._arenas = arenas
         self._views: dict[tuple[int, torch.dtype, int], _Slots] = {}
         self._partial: Tensor | None = None
 
@@ -108,6 +111,17 @@ class SharedTransport:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Transport`."""
         return self._arena.allocate(numel, dtype)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Transport`. It is the first rank's."""
+        call, turn = call_number("allocate", numel, dtype), self._barrier.turn
+        memory = self._arena.allocate(numel, dtype) if self._index == 0 else torch.zeros(0)
+        self._barrier.show(self._arena.find(memory), self._arena.freed)
+        self._barrier.meet(call)
+        if self._index > 0 and numel:
+            memory = self._read(0, *self._barrier.shown(self._neighbours[0].words, turn), numel, dtype)
+        self._barrier.meet(call)
+        return memory
 
     def close(self) -> None:
         """Tell the peers that this rank takes part no more; whoever waits for it gets an error."""
@@ -193,7 +207,7 @@ class SharedTransport:
         flat, call = _flat(tensor), call_number("broadcast", tensor.numel(), tensor.dtype, index)
         tensors = self._meet_in_place(flat, call, root=index)
         if tensors is not None:
-            if self._index != index:
+            if not self._is_same(flat, tensors[index]):
                 flat.copy_(tensors[index])
             self._barrier.meet(call)
             return _DONE
@@ -256,10 +270,16 @@ class SharedTransport:
             return None
         tensors = [tensor] * self._size
         for i in needed:
-            arena, (place, freed) = self._neighbours[i].arena, shown[i]
-            if arena is not None:
-                tensors[i] = arena.view(place, freed, numel=tensor.numel(), dtype=tensor.dtype)
+            if i != self._index:
+                tensors[i] = self._read(i, *shown[i], tensor.numel(), tensor.dtype)
         return tensors
+
+    def _read(self, index: int, place: Place, freed: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """What rank `index` showed."""
+        if place.owner == self._arena.rank:
+            return self._arena.view(place, numel=numel, dtype=dtype)
+        count = freed if place.owner == self._neighbours[index].rank else None
+        return self._arenas[place.owner].view(place, count, numel=numel, dtype=dtype)
 
     def _part(self, numel: int) -> slice:
         """The elements that this rank sums."""
@@ -345,8 +365,15 @@ class SharedTransport:
         for step in range(1, self._size + 1):
             i = (self._index + step) % self._size
             target = targets[i]
-            if target.data_ptr() != sources[i].data_ptr():
+            if not self._is_same(target, sources[i]):
                 target.copy_(sources[i])
+
+    def _is_same(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors are the same memory, perhaps at two addresses."""
+        if one.data_ptr() == other.data_ptr():
+            return True
+        place = self._arena.find(one)
+        return place != NOWHERE and place == self._arena.find(other)
 
     def _divided_sum(self, piece: Tensor, order: Sequence[int], call: int, root: int | None = None) -> None:
         """Each rank sums a part; then all of them (or the root) collect the parts."""

@@ -139,14 +139,14 @@ class Barrier:
         """Tell the peers, before the next barrier, where this rank's tensor is."""
         first = _TENSORS + self.turn * LINE
         words = self._words
-        words[first], words[first + 1], words[first + 2] = place.serial, place.descriptor, place.nbytes
-        words[first + 3], words[first + 4] = place.offset, freed
+        words[first], words[first + 1], words[first + 2] = place.owner, place.serial, place.descriptor
+        words[first + 3], words[first + 4], words[first + 5] = place.nbytes, place.offset, freed
 
     @staticmethod
     def shown(words: memoryview, turn: int) -> tuple[Place, int]:
         """What the rank with `words` showed before the barrier of `turn`."""
         first = _TENSORS + turn * LINE
-        return Place(*(words[first + i] for i in range(4))), words[first + 4]
+        return Place(*(words[first + i] for i in range(5))), words[first + 5]
 
     def leave(self) -> None:
         """Tell the peers that this rank comes to no further barrier."""

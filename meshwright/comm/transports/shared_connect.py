@@ -38,14 +38,10 @@ _PAGE_BYTES = 4096
 class SharedHost:
     """What all groups of this process have in common: memory for tensors, and messages that move while it waits."""
 
-    def __init__(self) -> None:
-        self.arena = Arena()
+    def __init__(self, rank: int) -> None:
+        self.arena = Arena(rank)
         self.progress = MessageProgress()
-        self._arenas: dict[int, PeerArena] = {}
-
-    def arena_of(self, peer: Peer) -> PeerArena:
-        """What is mapped of a peer; one for all groups."""
-        return self._arenas.setdefault(peer.rank, PeerArena(peer.process, f"rank {peer.rank}"))
+        self.arenas: dict[int, PeerArena] = {}
 
 
 @dataclass(frozen=True)
@@ -162,8 +158,9 @@ def _connected(
     neighbours = []
     for i, peer in enumerate(peers):
         slots = segments[i][first_slot:first_ring].split(SLOT_BYTES)
-        arena = None if i == index else host.arena_of(peer)
-        neighbours.append(Neighbour(peer.words, (slots[0], slots[1]), arena))
+        neighbours.append(Neighbour(peer.rank, peer.words, (slots[0], slots[1])))
+        if i != index:
+            host.arenas.setdefault(peer.rank, PeerArena(peer.process, host.arena))
     others = [peer for i, peer in enumerate(peers) if i != index]
     return SharedTransport(
         index,
@@ -171,6 +168,7 @@ def _connected(
         barrier=Barrier(words, others, host.progress),
         messages=Messages(links, host.progress),
         arena=host.arena,
+        arenas=host.arenas,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,41 +75,47 @@ class Place:
     """Where a tensor lies in the shared memory of the process that owns it.
 
     Attributes:
+        owner: global rank of that process.
         serial: of the segment; never used again. 0 says that the tensor is not in shared memory.
         descriptor: of the segment.
         nbytes: of the segment.
         offset: of the tensor's first element, in bytes.
     """
 
+    owner: int
     serial: int
     descriptor: int
     nbytes: int
     offset: int
 
 
-NOWHERE = Place(0, 0, 0, 0)
+NOWHERE = Place(0, 0, 0, 0, 0)
 
 
 @dataclass(eq=False)
-class _Owned:
-    serial: int
-    descriptor: int
-    nbytes: int
+class _Mapped:
+    """A segment in this process's memory, its own or a peer's; `start` is the place of its first byte."""
+
+    start: Place
     address: int
     used: int
     memory: weakref.ref[mmap.mmap]
 
 
 class Arena:
-    """Shared memory of this process that tensors live in.
+    """Shared memory of this process that tensors live in, and what is mapped of its peers'.
+
+    Args:
+        rank: global rank of this process.
 
     Attributes:
         freed: number of segments given back so far; peers forget what they have mapped when it changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.freed = 0
-        self._segments: tuple[_Owned, ...] = ()
+        self._mapped: tuple[_Mapped, ...] = ()
         self._num_made = 0
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -121,38 +127,49 @@ class Arena:
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
         nbytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
-        for owned in self._segments:
-            memory = owned.memory()
-            if memory is not None and owned.used + nbytes <= owned.nbytes:
+        for mapped in self._mapped:
+            memory = mapped.memory()
+            if memory is not None and mapped.used + nbytes <= mapped.start.nbytes:
                 break
         else:
-            owned, memory = self._add(max(nbytes, SEGMENT_BYTES))
-        offset, owned.used = owned.used, owned.used + nbytes
+            segment = make_segment(max(nbytes, SEGMENT_BYTES))
+            memory, self._num_made = segment.memory, self._num_made + 1
+            start = Place(self.rank, self._num_made, segment.descriptor, len(memory), 0)
+            mapped = self.register(memory, start, used=0)
+        offset, mapped.used = mapped.used, mapped.used + nbytes
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
+    def view(self, place: Place, *, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of this process's own."""
+        memory = next(m.memory() for m in self._mapped if m.start == replace(place, offset=0))
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=place.offset)
+
     def find(self, tensor: Tensor) -> Place:
-        """Where `tensor` lies; `NOWHERE` if it is not of this arena."""
-        if self._segments:
+        """Where `tensor` lies; `NOWHERE` if in no segment."""
+        if self._mapped:
             address = tensor.data_ptr()
-            for owned in self._segments:
-                if owned.address <= address < owned.address + owned.nbytes:
-                    return Place(owned.serial, owned.descriptor, owned.nbytes, address - owned.address)
+            for mapped in self._mapped:
+                start = mapped.start
+                if mapped.address <= address < mapped.address + start.nbytes:
+                    return Place(
+                        start.owner, start.serial, start.descriptor, start.nbytes, address - mapped.address
+                    )
         return NOWHERE
 
-    def _add(self, nbytes: int) -> tuple[_Owned, mmap.mmap]:
-        segment = make_segment(nbytes)
-        self._num_made += 1
-        address = torch.frombuffer(segment.memory, dtype=torch.uint8, count=1).data_ptr()
-        owned = _Owned(self._num_made, segment.descriptor, nbytes, address, 0, weakref.ref(segment.memory))
-        self._segments += (owned,)
+    def register(self, memory: mmap.mmap, start: Place, *, used: int) -> _Mapped:
+        """Know tensors in this mapping, as long as there are any; its first `used` bytes are not to be handed out."""
+        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        mapped = _Mapped(start, address, used, weakref.ref(memory))
+        self._mapped += (mapped,)
         # Tensors keep the mapping; whatever else lies at its addresses after them must not be taken for theirs.
-        weakref.finalize(segment.memory, self._forget, owned).atexit = False
-        return owned, segment.memory
+        weakref.finalize(memory, self._forget, mapped).atexit = False
+        return mapped
 
-    def _forget(self, owned: _Owned) -> None:
-        self._segments = tuple(other for other in self._segments if other is not owned)
-        self.freed += 1
-        os.close(owned.descriptor)
+    def _forget(self, mapped: _Mapped) -> None:
+        self._mapped = tuple(other for other in self._mapped if other is not mapped)
+        if mapped.start.owner == self.rank:
+            self.freed += 1
+            os.close(mapped.start.descriptor)
 
 
 class PeerArena:
@@ -160,24 +177,24 @@ class PeerArena:
 
     Args:
         process: its number.
-        owner: what errors call it.
+        arena: of this process, which is to know what is mapped.
     """
 
-    def __init__(self, process: int, owner: str) -> None:
+    def __init__(self, process: int, arena: Arena) -> None:
         self._process = process
-        self._owner = owner
+        self._arena = arena
         self._freed = 0
         self._segments: dict[int, mmap.mmap] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
-    def view(self, place: Place, freed: int, *, numel: int, dtype: torch.dtype) -> Tensor:
-        """The peer's tensor at `place`; `freed` is the peer's own count.
+    def view(self, place: Place, freed: int | None, *, numel: int, dtype: torch.dtype) -> Tensor:
+        """The peer's tensor at `place`; `freed` is the peer's own count, None if somebody else told the place.
 
         Raises:
             RuntimeError: the segment cannot be mapped.
         """
-        if freed != self._freed or len(self._views) > _KEPT_VIEWS:
-            self._freed = freed
+        if freed not in (None, self._freed) or len(self._views) > _KEPT_VIEWS:
+            self._freed = self._freed if freed is None else freed
             self._views.clear()
             self._segments.clear()
         key = (place.serial, place.offset, numel, dtype)
@@ -193,6 +210,7 @@ class PeerArena:
             try:
                 memory = open_segment(self._process, place.descriptor, place.nbytes)
             except (OSError, ValueError) as error:
-                raise RuntimeError(f"memory of {self._owner} cannot be mapped: {error}") from error
+                raise RuntimeError(f"memory of rank {place.owner} cannot be mapped: {error}") from error
+            self._arena.register(memory, replace(place, offset=0), used=place.nbytes)
             self._segments[place.serial] = memory
         return self._segments[place.serial]

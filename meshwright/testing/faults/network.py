@@ -175,6 +175,10 @@ class FaultyTransport:
         """See `Transport`."""
         return self._inner.allocate(numel, dtype)
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Transport`."""
+        return self._inner.allocate_common(numel, dtype)
+
     def _issue(self, call: Callable[[], Work]) -> Work:
         operation, self._num_operations = self._num_operations, self._num_operations + 1
         if self._rule.applies(self._rank, operation):
