@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from torch import nn
+from torch.export import ExportedProgram
 
 from meshwright.capture.attention_masks import masks_as_in_training
 from meshwright.capture.costs import with_costs
@@ -59,28 +60,39 @@ def _by_export(
         try:
             with masks_as_in_training(batch):
                 program = export(traced, loss, batch, free=free)
-            encoder = Encoder(program, sizes)
-            encoder.encode()
-            notes = _notes(encoder.free, sizes, fixed)
-            graph = TaskGraph(
-                name=name,
-                source="torch.export",
-                batch=sizes.batch,
-                sequence=sizes.sequence,
-                free=encoder.free,
-                values=tuple(encoder.values.values()),
-                tasks=tuple(encoder.tasks),
-                outputs=encoder.outputs,
-                notes=notes,
-            )
-            return with_costs(graph), ""
         # Whatever a model does while it is traced can fail in as many ways; the reason travels with the graph.
         except Exception as error:
             reason = _short(error)
             fixed = fixed or reason
             if _needs_values(error):
                 break
+            continue
+        try:
+            return _encoded(program, sizes, name, fixed), ""
+        # The last two are torch's, of ops that do not run without values.
+        except (NotPolynomialError, ConfigError, RuntimeError, NotImplementedError) as error:
+            reason = _short(error)
+            fixed = fixed or reason
     return None, reason
+
+
+def _encoded(program: ExportedProgram, sizes: Sizes, name: str, reason: str) -> TaskGraph:
+    """The graph of a program, with costs; `reason` is why fewer sizes are open than the batch has."""
+    encoder = Encoder(program, sizes)
+    encoder.encode()
+    graph = TaskGraph(
+        name=name,
+        source="torch.export",
+        batch=sizes.batch,
+        sequence=sizes.sequence,
+        free=encoder.free,
+        values=tuple(encoder.values.values()),
+        tasks=tuple(encoder.tasks),
+        outputs=encoder.outputs,
+        notes=_notes(encoder.free, sizes, reason),
+        limits=encoder.limits,
+    )
+    return with_costs(graph)
 
 
 def _notes(free: tuple[str, ...], sizes: Sizes, reason: str) -> tuple[str, ...]:

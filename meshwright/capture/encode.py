@@ -33,6 +33,7 @@ _KINDS: Mapping[InputKind, Kind] = {
 }
 _CHECKS = ("aten._assert", "aten.sym_", "aten._local_scalar_dense", "aten.item")
 _PREFIX = "model."
+NO_LIMIT = 2**62
 _PLACES: Mapping[str, Any] = MappingProxyType({"batch": sympy.Symbol("b"), "sequence": sympy.Symbol("s")})
 # Of constants that are made in forward; run again, they are plain copies that autograd does not know.
 _PLAIN = {"aten.lift_fresh_copy.default": "aten.clone.default", "aten.detach_.default": "aten.detach.default"}
@@ -65,6 +66,23 @@ class Encoder:
     def free(self) -> tuple[str, ...]:
         """The sizes that are symbols in the program."""
         return tuple(name for name in ("batch", "sequence") if name in self._free)
+
+    @property
+    def limits(self) -> tuple[tuple[str, int, int], ...]:
+        """(size, least, most) that the program holds for; torch's own least size of 2 is none of the model."""
+        found: dict[str, tuple[int, int]] = {}
+        for symbol, span in self._program.range_constraints.items():
+            if symbol in self._symbols:
+                name = str(self._symbols[symbol])
+                least, most = found.get(name, (0, NO_LIMIT))
+                upper = int(span.upper) if isinstance(span.upper, sympy.Integer) else NO_LIMIT
+                found[name] = (max(least, int(span.lower)), min(most, upper))
+        names = {str(symbol): name for name, symbol in _PLACES.items()}
+        return tuple(
+            (names[name], 1 if least <= 2 else least, most)
+            for name, (least, most) in sorted(found.items())
+            if least > 2 or most < NO_LIMIT
+        )
 
     def _inputs(self) -> None:
         nodes = {node.name: node for node in self._program.graph.nodes if node.op == "placeholder"}

@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.capture.costs import flop_formulas
 from meshwright.capture.export import Loss, Sizes, WithLoss, tensors_of
+from meshwright.capture.kernels import flop_formulas
 from meshwright.graph.formula import as_formula, total
 from meshwright.graph.task_graph import Argument, Kind, Ref, Task, TaskGraph, Value
 

@@ -32,6 +32,7 @@ def to_json(graph: TaskGraph) -> str:
         "free": list(graph.free),
         "outputs": _plain(graph.outputs),
         "notes": list(graph.notes),
+        "limits": [list(limit) for limit in graph.limits],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     for key, rows in (("values", graph.values), ("tasks", graph.tasks)):
@@ -64,6 +65,7 @@ def from_json(text: str, *, where: str = "") -> TaskGraph:
             tasks=tuple(_task(row) for row in raw["tasks"]),
             outputs=_arguments(raw["outputs"]),
             notes=tuple(raw["notes"]),
+            limits=tuple((name, least, most) for name, least, most in raw["limits"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)

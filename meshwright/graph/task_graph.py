@@ -158,6 +158,7 @@ class TaskGraph:
         tasks: in the order of execution.
         outputs: what the loss returns; refs, numbers or formulas.
         notes: what this way of reading does not show.
+        limits: (size, least, most) between which the model takes the branches that it took at capture.
     """
 
     name: str
@@ -169,6 +170,7 @@ class TaskGraph:
     tasks: tuple[Task, ...]
     outputs: tuple[Argument, ...]
     notes: tuple[str, ...] = ()
+    limits: tuple[tuple[str, int, int], ...] = ()
 
     @cached_property
     def value(self) -> Mapping[str, Value]:
@@ -197,6 +199,14 @@ class TaskGraph:
                     "E134",
                     f"{self.name} was captured at {name} = {captured} and has no formula for {name} = {wanted}: "
                     f"its code fixes this size. Capture it at {wanted}.",
+                )
+        for name, least, most in self.limits:
+            wanted = batch if name == "batch" else sequence
+            if not least <= wanted <= most:
+                raise ConfigError(
+                    "E134",
+                    f"{self.name} at {name} = {wanted}: its code takes another branch outside of {least} to {most}. "
+                    f"Capture it at {wanted}.",
                 )
 
     def flops(self) -> Formula:

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import default_collate
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.capture.kernels import flop_formulas
+from meshwright.errors import ConfigError
 from meshwright.nested import map_tensors
 from meshwright.presets import machine_of_device
 from meshwright.training.precision import COMPUTE_DTYPES
@@ -54,10 +56,6 @@ class Peak:
     name: str
 
 
-def _flash_for_cpu(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
 @torch.no_grad()
 def count_flops(model: nn.Module, loss: Callable[[Any, Any], Any], samples: Sequence[Any]) -> FlopsPerSample:
     """Count one forward of `loss` over `samples` on a copy of `model`; nothing of the model changes."""
@@ -86,10 +84,31 @@ def count_flops_without_memory(
         return _counted(lambda: loss(model, batch), 1)
 
 
+def count_flops_by_graph(
+    model: nn.Module, loss: Callable[[Any, Any], Any], samples: Sequence[Any]
+) -> FlopsPerSample | None:
+    """Read the loss over `samples` as a task graph; causal attention is known then. None where it cannot be read.
+
+    Args:
+        model: may be on meta.
+        loss: of (model, batch).
+        samples: at least two, or costs of one are not told from those of a batch.
+    """
+    # Tracing brings sympy along, half a second at the start of a run; few runs need it.
+    from meshwright.capture.capture import capture
+
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    try:
+        graph = capture(model, loss, cast_batch(default_collate(list(samples)), dtype))
+    except ConfigError:
+        return None
+    sizes = (graph.batch, graph.sequence)
+    full, causal = graph.flops()(*sizes), graph.causal_flops()(*sizes)
+    return FlopsPerSample(3.0 * full / graph.batch, 3.0 * causal / graph.batch)
+
+
 def _counted(forward: Callable[[], Any], num_samples: int) -> FlopsPerSample:
-    # torch's registry lacks the kernel that CPUs use for attention and would count zero for it.
-    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_for_cpu}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+    with FlopCounterMode(display=False, custom_mapping=dict(flop_formulas())) as counter:
         forward()
     per_sample = 3.0 * counter.get_total_flops() / num_samples
     return FlopsPerSample(per_sample, per_sample)

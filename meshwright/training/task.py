@@ -28,7 +28,12 @@ from meshwright.presets import ModelPreset, find_model, matmul_flops_per_token
 from meshwright.sharding.memory import Initialiser
 from meshwright.training.config import RunConfig
 from meshwright.training.datasets import check_dataset, hf_datasets, import_function, language_datasets
-from meshwright.training.flops import FlopsPerSample, count_flops, count_flops_without_memory
+from meshwright.training.flops import (
+    FlopsPerSample,
+    count_flops,
+    count_flops_by_graph,
+    count_flops_without_memory,
+)
 from meshwright.training.hf import HfBuild
 from meshwright.training.initialise import materialise_buffers, reset_initialiser
 from meshwright.training.normaliser import sum_and_count
@@ -178,7 +183,8 @@ def _user_task(config: RunConfig, place: str) -> Task:
     materialise_buffers(model, config.train.seed)
     initialiser = reset_initialiser(model, config.train.seed)
     if any(parameter.is_meta for parameter in model.parameters()):
-        loss, flops = _declared_pair(loss, place), FlopsPerSample(0.0, 0.0)
+        flops = count_flops_by_graph(model, loss, probe[:2]) or FlopsPerSample(0.0, 0.0)
+        loss = _declared_pair(loss, place)
     else:
         loss, flops = sum_and_count(model, loss, probe), count_flops(model, loss, probe[:1])
         check_runs(model, loss, probe[:2], precision=config.plan.precision)

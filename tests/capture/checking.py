@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.capture.costs import flop_formulas
+from meshwright.capture.kernels import flop_formulas
 from meshwright.capture.run import run_graph
 from meshwright.graph.json_file import from_json, to_json
 from meshwright.graph.task_graph import TaskGraph

@@ -52,7 +52,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("llama", "resnet")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.parity] if name in LONG else []) for name in CASES]
+)
 def test_costs_are_those_of_the_module(name):
     make, loss, batch = CASES[name]
     file, graph = read_onnx(DATA / f"{name}.onnx"), capture(make(), loss, batch)

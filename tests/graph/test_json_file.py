@@ -37,6 +37,7 @@ GRAPH = TaskGraph(
     ),
     outputs=(Ref("y"), BATCH),
     notes=("a note",),
+    limits=(("sequence", 8, 64),),
 )
 
 
@@ -69,3 +70,5 @@ def test_a_size_that_is_fixed_is_named():
     with pytest.raises(ConfigError, match=r"E134 .*sequence = 8 and has no formula for sequence = 9"):
         TaskGraph("fixed", "torch.export", 3, 8, ("batch",), (), (), ()).check_sizes(7, 9)
     GRAPH.check_sizes(7, 9)
+    with pytest.raises(ConfigError, match=r"E134 tiny at sequence = 7: .* outside of 8 to 64"):
+        GRAPH.check_sizes(7, 7)

@@ -44,6 +44,7 @@ OPTIONAL = {
     ("meshwright/data/tables.py", "pyarrow.types"),
     ("meshwright/data/tokenizer.py", "tokenizers"),
     ("meshwright/graph/onnx_file.py", "onnx"),
+    ("meshwright/training/flops.py", "meshwright.capture.capture"),
     ("meshwright/training/hf_source.py", "transformers"),
     ("meshwright/training/hf_source.py", "transformers.conversion_mapping"),
     ("meshwright/training/hf_source.py", "transformers.core_model_loading"),

@@ -9,7 +9,7 @@ from torch import nn
 from meshwright.models.build import build_model
 from meshwright.models.loss import language_model_loss
 from meshwright.presets import find_model, matmul_flops_per_token
-from meshwright.training.flops import FlopsPerSample, count_flops, device_peak
+from meshwright.training.flops import FlopsPerSample, count_flops, count_flops_by_graph, device_peak
 
 SEQ = 16
 
@@ -78,3 +78,21 @@ def test_the_peak_of_a_cpu_process_is_measured_and_named() -> None:
     assert peak is not None
     assert peak.flops_per_second > 1e8
     assert peak.name.startswith("measured 1024³ fp32 matmul on ")
+
+
+def test_a_model_on_meta_is_counted_by_its_graph_causal_attention_too() -> None:
+    sizes = {"num_layers": 2, "dim": 24, "num_heads": 4, "ffn_dim": 100, "vocab_size": 61, "max_seq_len": SEQ}
+    preset = find_model("gpt-nano").with_changes(**sizes)
+    with torch.device("meta"):
+        model = build_model(preset.family, dataclasses.asdict(preset))
+    counted = count_flops_by_graph(model, language_model_loss, _samples(preset.vocab_size, 2))
+    assert counted == FlopsPerSample(
+        SEQ * matmul_flops_per_token(preset, SEQ, causal=False),
+        SEQ * matmul_flops_per_token(preset, SEQ, causal=True),
+    )
+    assert (
+        count_flops_by_graph(
+            model, lambda model, batch: float(model(batch["tokens"]).sum()), [{"tokens": torch.ones(4)}]
+        )
+        is None
+    )
