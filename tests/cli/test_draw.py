@@ -110,7 +110,11 @@ def test_a_schedule_as_json():
     ("arguments", "code", "text"),
     [
         ([], "E109", "one of --collective, --schedule and --graph"),
-        (["--collective", "ring", "--schedule", "1f1b"], "E109", "one of --collective, --schedule and --graph"),
+        (
+            ["--collective", "ring", "--schedule", "1f1b"],
+            "E109",
+            "one of --collective, --schedule and --graph",
+        ),
         (["--schedule", "1f1b", "--stages", "0"], "E230", "each is at least 1"),
         (["--collective", "rng"], "E114", "Did you mean 'ring'"),
         (["--collective", "ring", "--ranks", "13"], "E109", "1 to 12 ranks"),
