@@ -15,7 +15,15 @@ from torch.export import ExportedProgram
 from meshwright.capture.attention_masks import masks_as_in_training
 from meshwright.capture.costs import with_costs
 from meshwright.capture.encode import Encoder, NotPolynomialError
-from meshwright.capture.export import Loss, Sizes, export, sizes_of, tensors_of, without_meta
+from meshwright.capture.export import (
+    Loss,
+    Sizes,
+    export,
+    hand_written_backwards,
+    sizes_of,
+    tensors_of,
+    without_meta,
+)
 from meshwright.capture.observe import observe_fx, observe_modules
 from meshwright.errors import ConfigError
 from meshwright.graph.task_graph import TaskGraph, Value
@@ -58,7 +66,7 @@ def _by_export(
         if "sequence" in free and not sizes.sequence:
             continue
         try:
-            with masks_as_in_training(batch):
+            with masks_as_in_training(batch), hand_written_backwards() as own:
                 program = export(traced, loss, batch, free=free)
         # Whatever a model does while it is traced can fail in as many ways; the reason travels with the graph.
         except Exception as error:
@@ -68,7 +76,12 @@ def _by_export(
                 break
             continue
         try:
-            return _encoded(program, sizes, name, fixed), ""
+            graph = _encoded(program, sizes, name, fixed)
+            notes = tuple(
+                f"W133 the hand-written backward of {kind} is not in the graph; autograd's own stands for it"
+                for kind in sorted(own)
+            )
+            return dataclasses.replace(graph, notes=graph.notes + notes), ""
         # The last two are torch's, of ops that do not run without values.
         except (NotPolynomialError, ConfigError, RuntimeError, NotImplementedError) as error:
             reason = _short(error)

@@ -2,13 +2,15 @@
 
 Owns which dims of a batch are the two sizes, and the call of torch.export on whatever device the model lives, the meta
 device included: nothing is computed. Must not know task graphs (`encode.py` reads the result).
-Limit: a Python branch on a size is taken as at capture, and a hand-written backward is replaced by autograd's own.
+Limit: a Python branch on a size is taken as at capture, and a hand-written backward is replaced by autograd's own
+(`hand_written_backwards` tells).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +106,24 @@ def export(model: nn.Module, loss: Loss, batch: Any, *, free: tuple[str, ...]) -
     shapes = (pytree.tree_map(open_dims, batch),)
     with torch.random.fork_rng(devices=[]):
         return torch.export.export(WithLoss(model, loss), (batch,), dynamic_shapes=shapes, strict=False)
+
+
+@contextlib.contextmanager
+def hand_written_backwards() -> Iterator[set[str]]:
+    """Within, names of `autograd.Function`s that are applied: a trace goes through them and loses their backward."""
+    names: set[str] = set()
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if not kind.__module__.startswith("torch."):  # those of checkpoints change no gradient
+            names.add(kind.__name__)
+        return original.__get__(None, kind)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield names
+    finally:
+        torch.autograd.Function.apply = original
 
 
 def on_device_of(model: nn.Module, batch: Any) -> Any:

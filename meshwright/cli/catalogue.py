@@ -574,6 +574,13 @@ CATALOGUE = (
         "Export with shapes of all values, or with fixed sizes.",
     ),
     CodeEntry(
+        "W133",
+        "a hand-written backward is not in the graph",
+        "A trace goes through the forward of a torch.autograd.Function and does not see its backward. FLOPs and memory "
+        "of backward are those of autograd, and running the graph gives its gradients.",
+        "Costs of forward are right; take gradients from the module.",
+    ),
+    CodeEntry(
         "W205",
         "batch statistics see one micro-step",
         "A BatchNorm normalises by the samples of one micro-step, over all ranks. How many micro-steps a batch is cut "

@@ -114,6 +114,27 @@ def test_a_batch_without_samples_is_an_error(batch, text):
         capture(Tagger(""), kept_loss, batch)
 
 
+class Sevenfold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 7 * grad
+
+
+def test_a_hand_written_backward_is_named():
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return Sevenfold.apply(model(batch["tokens"])).sum()
+
+    before = torch.autograd.Function.__dict__["apply"]
+    graph = capture(Tagger(""), loss, tokens(3))
+    assert torch.autograd.Function.__dict__["apply"] is before
+    assert [note[:50] for note in graph.notes] == ["W133 the hand-written backward of Sevenfold is not"]
+    assert capture(Tagger(""), kept_loss, tokens(3)).notes == ()
+
+
 def test_one_sample_is_read_as_one():
     model = Tagger("")
     graph = capture(model, kept_loss, tokens(1))
