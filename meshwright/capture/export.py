@@ -123,7 +123,7 @@ def hand_written_backwards() -> Iterator[set[str]]:
     try:
         yield names
     finally:
-        torch.autograd.Function.apply = original
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def on_device_of(model: nn.Module, batch: Any) -> Any:
