@@ -24,15 +24,17 @@ from meshwright.comm.transports.shared_messages import Messages
 from meshwright.comm.transports.shared_segment import NOWHERE, Arena, PeerArena, Place
 
 # A piece that goes through a slot: large enough to hide a barrier, small enough to stay in the cache.
-SLOT_BYTES = 1 << 20
-NUM_TURNS = 2
+SLOT_BYTES = 512 << 10
+# Pieces of one tensor go through so many slots one after another that a slot has left the reader's cache before it is
+# written again: writing what another core still holds costs more than twice the time where cores share no cache.
+NUM_SLOTS = 32
 # Below, two barriers cost more than copying into a slot and back.
 IN_PLACE_BYTES = 128 << 10
 # Below, each rank makes the whole sum of more than two ranks by itself; above, each makes a part.
 _DIVIDED_BYTES = 16 << 10
 # Elements that are summed at once: partial sums stay in the cache.
 _BLOCK_NUMEL = 1 << 16
-_KEPT_VIEWS = 256
+_KEPT_VIEWS = 512
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ class Neighbour:
     Attributes:
         rank: its global rank.
         words: its control segment.
-        slots: for each of two turns, a piece of memory that all can read.
+        slots: pieces of memory that all can read; those of even numbers are for one turn, the others for the other.
     """
 
     rank: int
     words: memoryview
-    slots: tuple[Tensor, Tensor]
+    slots: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,13 @@ class SharedTransport:
         self._arena = arena
         self._arenas = arenas
         self._views: dict[tuple[int, torch.dtype, int], _Slots] = {}
+        self._num_used = 2
         self._partial: Tensor | None = None
 
     @property
     def scratch_bytes(self) -> int:
-        """This rank's slots, and messages that arrived before they were asked for."""
-        return NUM_TURNS * SLOT_BYTES + self._messages.kept_bytes
+        """This rank's slots as far as they were used, and messages that arrived before they were asked for."""
+        return self._num_used * SLOT_BYTES + self._messages.kept_bytes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Transport`."""
@@ -138,11 +141,11 @@ class SharedTransport:
             self._sum_into(targets, [tensors[i][part] for i in order])
             self._barrier.meet(call)
         elif self._size == 2 or flat.numel() * flat.element_size() < _DIVIDED_BYTES:
-            for piece in self._pieces(flat):
-                self._sum_into([piece], self._exchange(piece, call))
+            for number, piece in enumerate(self._pieces(flat)):
+                self._sum_into([piece], self._exchange(piece, call, number))
         else:
-            for piece in self._pieces(flat):
-                self._divided_sum(piece, order, call)
+            for number, piece in enumerate(self._pieces(flat)):
+                self._divided_sum(piece, order, call, number)
         return _DONE
 
     def reduce(self, tensor: Tensor, index: int) -> Work:
@@ -155,13 +158,13 @@ class SharedTransport:
             self._sum_into([tensors[index][part]], [tensors[i][part] for i in order])
             self._barrier.meet(call)
         elif self._size == 2 or flat.numel() * flat.element_size() < _DIVIDED_BYTES:
-            for piece in self._pieces(flat):
-                read = self._exchange(piece, call)
+            for number, piece in enumerate(self._pieces(flat)):
+                read = self._exchange(piece, call, number)
                 if self._index == index:
                     self._sum_into([piece], [read[i] for i in order])
         else:
-            for piece in self._pieces(flat):
-                self._divided_sum(piece, order, call, root=index)
+            for number, piece in enumerate(self._pieces(flat)):
+                self._divided_sum(piece, order, call, number, root=index)
         return _DONE
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Work:
@@ -178,8 +181,8 @@ class SharedTransport:
         if blocks.numel() * blocks.element_size() <= SLOT_BYTES:
             self._sum_into([mine], self._exchange_blocks(blocks, call))
             return _DONE
-        for columns in self._columns(blocks):
-            self._sum_into([mine[columns]], self._exchange_blocks(blocks[:, columns], call))
+        for number, columns in enumerate(self._columns(blocks)):
+            self._sum_into([mine[columns]], self._exchange_blocks(blocks[:, columns], call, number))
         return _DONE
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
@@ -195,9 +198,9 @@ class SharedTransport:
         else:
             blocks = whole.view(self._size, -1)
             step = SLOT_BYTES // mine.element_size()
-            for start in range(0, mine.numel(), step):
+            for number, start in enumerate(range(0, mine.numel(), step)):
                 piece = mine[start : start + step]
-                shown = [*self._exchange(piece, call)]
+                shown = [*self._exchange(piece, call, number)]
                 shown[self._index] = piece
                 self._copy_blocks(blocks[:, start : start + step], shown)
         return _DONE
@@ -211,8 +214,8 @@ class SharedTransport:
                 flat.copy_(tensors[index])
             self._barrier.meet(call)
             return _DONE
-        for piece in self._pieces(flat):
-            slot = self._slots(piece.numel(), piece.dtype).shown[index]
+        for number, piece in enumerate(self._pieces(flat)):
+            slot = self._slots(piece.numel(), piece.dtype, number).shown[index]
             if self._index == index:
                 slot.copy_(piece)
             self._barrier.meet(call)
@@ -231,8 +234,9 @@ class SharedTransport:
         elif blocks.numel() * blocks.element_size() <= SLOT_BYTES:
             torch.stack(self._exchange_blocks(blocks, call), out=target)
         else:
-            for columns in self._columns(blocks):
-                self._copy_blocks(target[:, columns], self._exchange_blocks(blocks[:, columns], call))
+            for number, columns in enumerate(self._columns(blocks)):
+                shown = self._exchange_blocks(blocks[:, columns], call, number)
+                self._copy_blocks(target[:, columns], shown)
         return _DONE
 
     def send(self, tensor: Tensor, index: int, tag: int) -> Work:
@@ -326,13 +330,15 @@ class SharedTransport:
         step = SLOT_BYTES // blocks.element_size() // self._size
         return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
 
-    def _slots(self, numel: int, dtype: torch.dtype) -> _Slots:
-        """The slots of this turn, for `numel` elements from each rank."""
-        key = (self._barrier.turn, dtype, numel)
+    def _slots(self, numel: int, dtype: torch.dtype, number: int) -> _Slots:
+        """The slots of this turn for piece `number` of a tensor, `numel` elements from each rank."""
+        which = (2 * number + self._barrier.turn) % NUM_SLOTS
+        key = (which, dtype, numel)
         slots = self._views.get(key)
         if slots is None:
             nbytes = numel * dtype.itemsize
-            shown = [n.slots[self._barrier.turn][:nbytes].view(dtype) for n in self._neighbours]
+            shown = [neighbour.slots[which][:nbytes].view(dtype) for neighbour in self._neighbours]
+            self._num_used = max(self._num_used, which + 1)
             has_blocks = numel % self._size == 0
             blocks = [slot.view(self._size, -1) for slot in shown] if has_blocks else []
             slots = _Slots(
@@ -345,16 +351,16 @@ class SharedTransport:
             self._views[key] = slots
         return slots
 
-    def _exchange(self, piece: Tensor, call: int) -> list[Tensor]:
+    def _exchange(self, piece: Tensor, call: int, number: int = 0) -> list[Tensor]:
         """Show `piece` to all; every rank's, readable until the next barrier."""
-        slots = self._slots(piece.numel(), piece.dtype)
+        slots = self._slots(piece.numel(), piece.dtype, number)
         slots.shown[self._index].copy_(piece)
         self._barrier.meet(call)
         return slots.shown
 
-    def _exchange_blocks(self, blocks: Tensor, call: int) -> list[Tensor]:
+    def _exchange_blocks(self, blocks: Tensor, call: int, number: int = 0) -> list[Tensor]:
         """Show block j of `blocks` (ranks x numel) to rank j; what every rank shows to this one."""
-        slots = self._slots(blocks.numel(), blocks.dtype)
+        slots = self._slots(blocks.numel(), blocks.dtype, number)
         assert slots.own_blocks is not None, "as many elements for each rank"
         slots.own_blocks.copy_(blocks)
         self._barrier.meet(call)
@@ -375,10 +381,12 @@ class SharedTransport:
         place = self._arena.find(one)
         return place != NOWHERE and place == self._arena.find(other)
 
-    def _divided_sum(self, piece: Tensor, order: Sequence[int], call: int, root: int | None = None) -> None:
+    def _divided_sum(
+        self, piece: Tensor, order: Sequence[int], call: int, number: int, *, root: int | None = None
+    ) -> None:
         """Each rank sums a part; then all of them (or the root) collect the parts."""
-        shown = self._exchange(piece, call)
-        sums = self._slots(piece.numel(), piece.dtype).shown
+        shown = self._exchange(piece, call, number)
+        sums = self._slots(piece.numel(), piece.dtype, number).shown
         own = self._part(piece.numel())
         self._sum_into([sums[self._index][own]], [shown[i][own] for i in order])
         self._barrier.meet(call)

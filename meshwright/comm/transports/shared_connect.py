@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.transports.shared import NUM_TURNS, SLOT_BYTES, Neighbour, SharedTransport
+from meshwright.comm.transports.shared import NUM_SLOTS, SLOT_BYTES, Neighbour, SharedTransport
 from meshwright.comm.transports.shared_barrier import FIRST_MESSAGE_WORD, Barrier, Peer, start_of
 from meshwright.comm.transports.shared_messages import (
-    NUM_SLOTS,
+    NUM_PIECES,
+    PIECE_BYTES,
     Link,
     MessageProgress,
     Messages,
@@ -28,7 +29,6 @@ from meshwright.comm.transports.shared_messages import (
     taken_word,
     written_word,
 )
-from meshwright.comm.transports.shared_messages import SLOT_BYTES as MESSAGE_BYTES
 from meshwright.comm.transports.shared_segment import Arena, PeerArena, Segment, make_segment, open_segment
 from meshwright.errors import WorkerError
 
@@ -135,11 +135,11 @@ def _connected(
 ) -> SharedTransport:
     size, words = len(peers), peers[index].words
     first_slot = _word_bytes(size)
-    first_ring = first_slot + NUM_TURNS * SLOT_BYTES
+    first_ring = first_slot + NUM_SLOTS * SLOT_BYTES
 
     def ring(sender: int, receiver: int) -> list[torch.Tensor]:
-        start = first_ring + receiver * NUM_SLOTS * MESSAGE_BYTES
-        return list(segments[sender][start : start + NUM_SLOTS * MESSAGE_BYTES].split(MESSAGE_BYTES))
+        start = first_ring + receiver * NUM_PIECES * PIECE_BYTES
+        return list(segments[sender][start : start + NUM_PIECES * PIECE_BYTES].split(PIECE_BYTES))
 
     links = {
         i: Link(
@@ -158,7 +158,7 @@ def _connected(
     neighbours = []
     for i, peer in enumerate(peers):
         slots = segments[i][first_slot:first_ring].split(SLOT_BYTES)
-        neighbours.append(Neighbour(peer.rank, peer.words, (slots[0], slots[1])))
+        neighbours.append(Neighbour(peer.rank, peer.words, slots))
         if i != index:
             host.arenas.setdefault(peer.rank, PeerArena(peer.process, host.arena))
     others = [peer for i, peer in enumerate(peers) if i != index]
@@ -178,8 +178,8 @@ def _word_bytes(size: int) -> int:
 
 
 def _control_bytes(size: int) -> int:
-    """Words, slots and rings of a rank; pages of rings that no message uses are never touched."""
-    return _word_bytes(size) + NUM_TURNS * SLOT_BYTES + size * NUM_SLOTS * MESSAGE_BYTES
+    """Words, slots and rings of a rank; pages that nothing goes through are never touched."""
+    return _word_bytes(size) + NUM_SLOTS * SLOT_BYTES + size * NUM_PIECES * PIECE_BYTES
 
 
 def _everybody(own: Any, group: dist.ProcessGroup, size: int) -> list[Any]:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from meshwright.comm.transports.shared_barrier import FIRST_MESSAGE_WORD, LINE, LOOKS, Peer, wait_until
 
-# Slots of a ring and their size: pieces of a large message are copied out while the next ones are copied in.
-NUM_SLOTS = 4
-SLOT_BYTES = 256 << 10
+# Slots of a ring and their size: pieces of a large message are copied out while the next ones are copied in. As many
+# as in `shared.py`, for the same reason: what is written should not lie in the reader's cache any more.
+NUM_PIECES = 32
+PIECE_BYTES = 256 << 10
 # Words of a ring's writer: how many pieces it has written; then tag and length of the message of each slot.
 _WRITTEN, _HEADERS = 0, LINE
-_RING_WORDS = 2 * LINE
+_RING_WORDS = LINE + 2 * NUM_PIECES
 
 
 def message_words(size: int) -> int:
@@ -90,12 +91,12 @@ class Link:
 
     def push(self) -> None:
         """Copy messages out as long as slots are free."""
-        while self.sending and self.num_written - self.peer.words[self.peer_taken] < NUM_SLOTS:
-            message, slot = self.sending[0], self.num_written % NUM_SLOTS
+        while self.sending and self.num_written - self.peer.words[self.peer_taken] < NUM_PIECES:
+            message, slot = self.sending[0], self.num_written % NUM_PIECES
             nbytes = message.content.numel()
             header = self.written + _HEADERS + 2 * slot
             self.words[header], self.words[header + 1] = message.tag, nbytes
-            stop = min(message.position + SLOT_BYTES, nbytes)
+            stop = min(message.position + PIECE_BYTES, nbytes)
             self.outbox[slot][: stop - message.position].copy_(message.content[message.position : stop])
             message.position = stop
             self.num_written += 1
@@ -107,13 +108,13 @@ class Link:
     def pull(self) -> None:
         """Copy in whatever has arrived."""
         while self.num_taken < self.peer.words[self.peer_written]:
-            slot = self.num_taken % NUM_SLOTS
+            slot = self.num_taken % NUM_PIECES
             if self.arriving is None:
                 header = self.peer_written + _HEADERS + 2 * slot
                 self.arriving = self._place_for(self.peer.words[header], self.peer.words[header + 1])
             message = self.arriving
             nbytes = message.content.numel()
-            stop = min(message.position + SLOT_BYTES, nbytes)
+            stop = min(message.position + PIECE_BYTES, nbytes)
             message.content[message.position : stop].copy_(self.inbox[slot][: stop - message.position])
             message.position = stop
             self.num_taken += 1
