@@ -34,3 +34,9 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
             yield from tensors_in(getattr(value, name))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, also where they have none (fake and meta tensors)."""
+    # Private: storages without memory have no address (guarded by a test).
+    return tensor.untyped_storage()._cdata

@@ -25,6 +25,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -96,6 +97,13 @@ class StatelessDropout:
             self._scope = _Scope(place, self._must_agree)
         elif self._scope is not None and place is not None:
             self._scope.place = place
+
+
+@contextmanager
+def by_shape() -> Iterator[None]:
+    """Dropout that drops nothing and holds what stateless dropout holds, for runs without memory."""
+    with _ShapeScope():
+        yield
 
 
 def stateless(
@@ -175,6 +183,26 @@ class _Scope(TorchFunctionMode):
         if partial:
             return Draw(fold(key, place.first_row), 0, drop_probability)
         return Draw(key, place.first_row * rows * math.prod(shape[1:]), drop_probability)
+
+
+@dataclass(frozen=True)
+class _ShapeDraw(Draw):
+    """Keeps everything, with a mask all the same."""
+
+    def keep(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """See `Draw`."""
+        return torch.ones(stop - start, dtype=torch.bool, device=device)
+
+
+class _ShapeScope(_Scope):
+    """A scope without a place."""
+
+    def __init__(self) -> None:
+        super().__init__(MicroStep(0, 0, 0, 1, 1), None)
+
+    def draw(self, shape: torch.Size, drop_probability: float, *, what: str) -> Draw:
+        """See `_Scope`."""
+        return _ShapeDraw(0, 0, drop_probability)
 
 
 class _Dropped(torch.autograd.Function):

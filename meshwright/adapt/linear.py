@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from meshwright.sharding.engine import ShardingEngine
 
 # Called in backward; lends the memory where the gradient belongs, or None when it must not be overwritten.
 Lend = Callable[[], Tensor | None]
@@ -59,7 +57,14 @@ def _forward(module: nn.Linear, lend: Lend, x: Tensor) -> Tensor:
     return _LinearInto.apply(x, module.weight, module.bias, lend)
 
 
-def install(model: nn.Module, engine: ShardingEngine) -> Callable[[], None]:
+class Lends(Protocol):
+    """Has memory for gradients."""
+
+    def lender(self, parameter: nn.Parameter) -> Lend | None:
+        """What lends the memory for the gradient of `parameter`, if anything does."""
+
+
+def install(model: nn.Module, engine: Lends) -> Callable[[], None]:
     """Let every plain `nn.Linear` of `model` write its weight gradient into `engine`'s buffers.
 
     Subclasses and modules whose `forward` was replaced are left alone.

@@ -6,13 +6,14 @@ installed last is undone first. Dropout is not swapped in modules: `dropout.stat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from meshwright.adapt import batch_norm, dropout, linear, precision
 from meshwright.adapt.dropout import DropoutKind
 from meshwright.layout.recompute import NOTHING_AGAIN, RecomputePlan
+from meshwright.partitioning.checkpointing import Span
 from meshwright.recompute.install import install as install_recompute
 from meshwright.sharding.engine import ShardingEngine
 
@@ -23,6 +24,7 @@ def install(
     *,
     dropout_kind: DropoutKind = "stateless",
     recompute: RecomputePlan = NOTHING_AGAIN,
+    schedules: Mapping[str, Span] | None = None,
 ) -> Callable[[], None]:
     """Adapt `model`, which `engine` shards; instances change, classes do not.
 
@@ -40,7 +42,7 @@ def install(
         batch_norm.install(model, engine.groups.workers),
         linear.install(model, engine),
         # Last, around all of these: what runs again is what ran.
-        install_recompute(model, recompute, weights=engine.gatherer).undo,
+        install_recompute(model, recompute, weights=engine.gatherer, schedules=schedules).undo,
     ]
 
     def undo() -> None:

@@ -370,6 +370,20 @@ CATALOGUE = (
         "Take a pattern of the names that the message shows.",
     ),
     CodeEntry(
+        "E243",
+        "a budget of memory that cannot be kept",
+        "plan.recompute = budget:BYTES is the most that activations of a chain of blocks may take for one micro-batch. "
+        "The leanest schedule, which keeps one input, takes more; or samples are not known yet (a loop of your own).",
+        "Set a larger budget or a smaller plan.micro_batch; in a loop of your own choose full, selective or every:k.",
+    ),
+    CodeEntry(
+        "E301",
+        "a run that does not fit in memory",
+        "Weights, gradients, optimizer state and activations are known before anything is allocated; their sum is more "
+        "than a rank may use: its device's memory, or its share of what the host has free, less 10 %.",
+        "Make one of the changes that the message names, fastest first; or use more ranks.",
+    ),
+    CodeEntry(
         "E401",
         "a worker died or raised",
         "The first rank that failed is named; others wait for it and are ended, which is a consequence.",

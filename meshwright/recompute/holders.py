@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from meshwright.errors import NumericsError
+from meshwright.nested import storage_key
 
 
 class Weights(Protocol):
@@ -52,7 +53,7 @@ class StayingWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._pointers = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._keys = {storage_key(parameter) for parameter in model.parameters()}
 
     def using(self, name: str) -> AbstractContextManager[None]:
         """See `Weights`."""
@@ -74,7 +75,7 @@ class StayingWeights:
 
     def is_weight(self, tensor: Tensor) -> bool:
         """See `Weights`."""
-        return tensor.untyped_storage().data_ptr() in self._pointers
+        return storage_key(tensor) in self._keys
 
 
 class Run(Protocol):

@@ -107,7 +107,12 @@ def schedule_of(kept: Recomputation, num_layers: int) -> Span:
     """The schedule of a word that needs no costs."""
     if kept.kind == "constant":
         return constant(num_layers)
-    assert kept.kind in ("full", "every"), f"{kept} has no schedule without costs"
+    if kept.kind == "budget":
+        raise PlanError(
+            "E243",
+            f'plan.recompute = "{kept}": what fits depends on the samples, which a loop of your own brings later. '
+            f"Choose full, selective, every:k or constant.",
+        )
     return every(num_layers, kept.amount or 1)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.nested import tensors_in
+from meshwright.nested import storage_key, tensors_in
 
 
 class LiveBytes(TorchDispatchMode):
@@ -24,25 +24,36 @@ class LiveBytes(TorchDispatchMode):
     Args:
         known: tensors that are there already and are not counted.
         label: names what is made now; asked once for each new storage. Its bytes are counted under that name.
+        mark: says where the run is; asked at each new peak.
 
     Attributes:
         now: bytes alive, by label.
+        made: bytes of all storages so far, freed ones included.
         peak: most bytes alive at once, all labels together.
         at_peak: bytes by label at that moment.
-        peak_operation: the operation that reached it.
+        peak_mark: where that was.
     """
 
     def __init__(
-        self, known: Iterable[Tensor] = (), *, label: Callable[[], str] = lambda: "activations"
+        self,
+        known: Iterable[Tensor] = (),
+        *,
+        label: Callable[[], str] = lambda: "activations",
+        mark: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._label = label
+        self._known = {storage_key(tensor) for tensor in known}
+        self._label, self._mark = label, mark
         self._sizes: dict[int, tuple[str, int]] = {}
         self.now: dict[str, int] = {}
+        self.made = 0
         self.peak = 0
         self.at_peak: dict[str, int] = {}
-        self.peak_operation = ""
+        self.peak_mark = ""
+
+    def restart_peak(self) -> None:
+        """Look for the peak anew from here."""
+        self.peak, self.at_peak = self.total, dict(self.now)
 
     @property
     def total(self) -> int:
@@ -56,16 +67,17 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors_in(result):
             self._add(tensor)
         if self.total > self.peak:
-            self.peak, self.at_peak, self.peak_operation = self.total, dict(self.now), str(func)
+            self.peak, self.at_peak, self.peak_mark = self.total, dict(self.now), self._mark()
         return result
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         if key in self._sizes or key in self._known:
             return
         label, nbytes = self._label(), storage.nbytes()
         self._sizes[key] = (label, nbytes)
+        self.made += nbytes
         self.now[label] = self.now.get(label, 0) + nbytes
         weakref.finalize(storage, self._remove, key)
 

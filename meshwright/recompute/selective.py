@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshwright.nested import map_tensors, tensors_in
+from meshwright.nested import map_tensors, storage_key, tensors_in
 from meshwright.recompute.forwards import replace_forwards
 from meshwright.recompute.holders import Arguments, Collector, Enough, Holder, Input, Place, Weights, replay
 
@@ -156,14 +156,13 @@ class _Watch(TorchFunctionMode):
         kept: dict[int, int] = {}
 
         def hold(tensor: Tensor) -> Holder:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             return Holder(region, tensor, self._weights.pack(tensor))
 
         with saved_tensors_hooks(hold, region.open):
             result = func(*args, **kwargs)
-        storages = [t.untyped_storage() for t in (*tensors_in((args, kwargs)), result)]
-        given = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        tensors = (*tensors_in((args, kwargs)), result)
+        given = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         if sum(kept.values()) > _MUCH * sum(given.values()):
             region.steps.append(_Step(func, arguments, again))
             for reference in region.holders:

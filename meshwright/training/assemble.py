@@ -5,6 +5,9 @@ Owns the order: compare over ranks, shard, adapt. Must not know where the module
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import nn
 
@@ -12,6 +15,7 @@ from meshwright.adapt import registry
 from meshwright.adapt.dropout import DropoutKind
 from meshwright.comm.ops import DataGroups
 from meshwright.layout.plan import TrainPlan
+from meshwright.partitioning.checkpointing import Span
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.sharding.memory import Initialiser
 from meshwright.training.precision import COMPUTE_DTYPES
@@ -26,6 +30,7 @@ def shard_model(
     device: torch.device,
     initialiser: Initialiser | None,
     dropout: DropoutKind,
+    schedules: Mapping[str, Span] = MappingProxyType({}),
 ) -> ShardingEngine:
     """Shard `model` in place over `groups`, and swap the calls that would depend on the mesh.
 
@@ -36,6 +41,7 @@ def shard_model(
         device: where this rank computes.
         initialiser: values of parameters on the meta device.
         dropout: `stateless` or `native`.
+        schedules: of chains whose recomputation has a budget, by the name of their first module.
 
     Raises:
         PlanError: E113 when ranks built different models; what sharding and adapting refuse.
@@ -50,5 +56,5 @@ def shard_model(
         compute_dtype=COMPUTE_DTYPES[plan.precision],
         offload=plan.offload == "optimizer",
     )
-    registry.install(model, engine, dropout_kind=dropout, recompute=plan.recompute)
+    registry.install(model, engine, dropout_kind=dropout, recompute=plan.recompute, schedules=schedules)
     return engine

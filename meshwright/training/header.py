@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright.comm.ops import DataGroups
-from meshwright.layout.accounting import memory_bytes, optimizer_bytes, owner_imbalance
+from meshwright.layout.accounting import owner_imbalance
 from meshwright.layout.bucket import Unit
 from meshwright.layout.plan import TrainPlan
 from meshwright.layout.policy import Ownership
 from meshwright.mesh import AXIS_CUTS
-from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.metrics import StepRecord
-from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 
 _MIB = 2**20
 
@@ -73,46 +71,6 @@ def skipped_line(step: int, scale: LossScale) -> str:
         f"skip   step {step}: fp16 gradients overflowed, no update; loss scale {2 * scale.value:,.0f} → "
         f"{scale.value:,.0f} ({scale.skipped} skipped so far)"
     )
-
-
-def optimizer_key(spec: OptimizerSpec) -> str:
-    """The row of accounting's table for this optimizer."""
-    return "sgd momentum" if spec.name == "sgd" and spec.momentum else spec.name
-
-
-def memory_line(
-    engine: ShardingEngine, optimizer: ShardedOptimizer, plan: TrainPlan, spec: OptimizerSpec
-) -> str:
-    """Predicted / measured bytes of weights, gradients (open buffers included) and optimizer on this rank."""
-    predicted = memory_bytes(
-        engine.policy,
-        engine.units,
-        index=engine.owners.index,
-        offload=plan.offload == "optimizer",
-        gathers_in_place=engine.gathers_in_place,
-    )
-    held = engine.storage_bytes()
-    rows = {
-        "weights": (predicted.weights + predicted.weight_shards, held["weights"] + held["weight_shards"]),
-        "masters": (predicted.masters, held["masters"]),
-        "gradients": (
-            predicted.gradients + predicted.gradient_shards + predicted.pool,
-            held["gradients"] + held["gradient_shards"] + held["pool"],
-        ),
-        "optimizer": (
-            optimizer_bytes(
-                engine.policy, engine.units, optimizer=optimizer_key(spec), index=engine.owners.index
-            )
-            if optimizer.shards
-            else 0,
-            optimizer.state_bytes(),
-        ),
-    }
-    if plan.offload == "optimizer":
-        state = rows.pop("optimizer")
-        rows["host: masters, gradients, optimizer"] = (predicted.host + state[0], held["host"] + state[1])
-    parts = [f"{name} {a / _MIB:.2f} / {b / _MIB:.2f}" for name, (a, b) in rows.items() if a or b]
-    return f"memory a rank, predicted / measured MiB: {' · '.join(parts)}"
 
 
 def step_line(record: StepRecord, total: int | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from meshwright.data.control import LastLabelOnly
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import ConfigError, NumericsError
 from meshwright.training import header
+from meshwright.training.activations import budget_schedules, subject_of
 from meshwright.training.assemble import shard_model
 from meshwright.training.asynchronous import AsynchronousRun, alone_state
 from meshwright.training.checkpoints import Checkpoints, Resumed, resume_lines
@@ -37,6 +38,7 @@ from meshwright.training.device import choose_device
 from meshwright.training.facts import run_facts
 from meshwright.training.flops import Peak, device_peak
 from meshwright.training.learning_rate import LearningRate
+from meshwright.training.ledger import recompute_share, usable_bytes
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.metrics import (
     Meter,
@@ -51,6 +53,7 @@ from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, spec_
 from meshwright.training.planning import plan_of
 from meshwright.training.precision import MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import stateless_randomness
+from meshwright.training.run_ledger import RunLedger
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, evaluate, first_count, no_samples, train_step
 from meshwright.training.task import Task, make_task, model_numbers
@@ -134,13 +137,22 @@ class Run:
         self.group = self.groups.all
         self.task = make_task(config)
         self.loss = no_samples if self.groups.is_server else self.task.loss
+        self.subject = subject_of(self.task, self.plan)
+        self.schedules = budget_schedules(self.subject)
+        self.ledger = self._predict(world)
         self.state = self._make_state()
+        if self.ledger is not None:
+            self.ledger.meet(self.state)
         self._use_geometry(self._geometry())
         self.total_steps = self._total_steps(self.task)
         self.learning_rate = self._learning_rate()
         self.peak: Peak | None = device_peak(device, self.plan.precision)
         self.meter = Meter(
-            self.task.flops, self.peak, world_size=world.size, global_batch=self.plan.global_batch
+            self.task.flops,
+            self.peak,
+            world_size=world.size,
+            global_batch=self.plan.global_batch,
+            executed=recompute_share(self.subject, schedules=self.schedules) if self.is_first else None,
         )
         self.progress = Progress()
         self.resumed: Resumed | None = None
@@ -154,6 +166,13 @@ class Run:
             say=console.line,
             groups=None if self.plan.staleness is None else self.groups,
         )
+
+    def _predict(self, world: World) -> RunLedger | None:
+        """The ledger of the first rank, which also refuses what cannot fit."""
+        if not self.is_first:
+            return None
+        usable = usable_bytes(self.device, local_size=world.local_size)
+        return RunLedger(self.subject, self._optimizer_spec(), schedules=self.schedules, usable=usable)
 
     def _optimizer_spec(self) -> OptimizerSpec:
         return spec_of(self.config.train.optimizer)
@@ -178,6 +197,7 @@ class Run:
             device=self.device,
             initialiser=self.task.initialiser,
             dropout=kind,
+            schedules=self.schedules,
         )
         scale = LossScale() if plan.precision == "fp16" else None
         return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards), loss_scale=scale)
@@ -309,7 +329,12 @@ class Run:
             self.console.line(f"resume nothing is left to do: train.stop_at is {config.train.stop_at}")
 
     def _timed_step(self) -> tuple[StepResult, float]:
-        step, start = self.state.step, time.perf_counter()
+        start = time.perf_counter()
+        with self.ledger.step(self.state) if self.ledger is not None else nullcontext():
+            result = self._step(self.state.step)
+        return result, time.perf_counter() - start
+
+    def _step(self, step: int) -> StepResult:
         result = train_step(
             self.state,
             lambda k: self._micro_batch(step, k),
@@ -325,7 +350,7 @@ class Run:
             raise self._not_finite(step)
         if self.asynchronous is not None:
             self.asynchronous.exchange(step, result, lr=self.learning_rate.at(step))
-        return result, time.perf_counter() - start
+        return result
 
     def _micro_batch(self, step: int, microbatch: int) -> Any:
         if self.groups.is_server:
@@ -426,7 +451,7 @@ class Run:
             seconds=seconds,
             tokens_per_second=result.count / seconds,
             mfu=self.meter.utilisation(seconds),
-            hfu=self.meter.utilisation(seconds),
+            hfu=self.meter.executed_share(seconds),
             eval_loss=eval_loss,
             save_stall_seconds=stall,
             loss_scale=None if self.state.loss_scale is None else self.state.loss_scale.value,
@@ -434,9 +459,6 @@ class Run:
 
     def _record(self, record: StepRecord, writer: MetricsWriter | None, *, last: bool) -> None:
         first = len(self.progress.losses) == 1
-        if first:
-            spec = self._optimizer_spec()
-            self.console.line(header.memory_line(self.state.engine, self.state.optimizer, self.plan, spec))
         if writer is not None:
             writer.step(record)
         line = header.step_line(record, self.total_steps)
@@ -445,6 +467,9 @@ class Run:
             self.console.line(line)
         else:
             self.console.status(line)
+        memory = None if self.ledger is None else self.ledger.line_after_step(self.state, last=last)
+        if memory is not None:
+            self.console.line(memory)
 
     def _report(self) -> dict[str, Any]:
         control = self._control()
@@ -468,7 +493,8 @@ class Run:
             "tokens_per_second": tokens_a_step * len(steady) / sum(steady) if steady else 0.0,
             "step_seconds_median": seconds,
             "mfu": mfu,
-            "hfu": mfu,
+            "hfu": self.meter.executed_share(seconds),
+            "memory_bytes": None if self.ledger is None else self.ledger.ledger.to_json(),
             "mfu_causal": mfu_causal,
             "mfu_peak": self.peak.name if self.peak else None,
             "peak_memory_bytes": [int(value) for value in peaks],

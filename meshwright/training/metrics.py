@@ -62,11 +62,19 @@ class Meter:
         peak: of one device, or None.
         world_size: number of devices.
         global_batch: samples a step.
+        executed: executed FLOPs, recomputation included, over the model's; None where unknown.
     """
 
     def __init__(
-        self, flops: FlopsPerSample, peak: Peak | None, *, world_size: int, global_batch: int
+        self,
+        flops: FlopsPerSample,
+        peak: Peak | None,
+        *,
+        world_size: int,
+        global_batch: int,
+        executed: float | None = 1.0,
     ) -> None:
+        self._executed = executed
         self._flops_per_step = flops.full * global_batch
         self._flops_per_step_causal = flops.causal * global_batch
         self._peak = peak
@@ -75,14 +83,21 @@ class Meter:
     def utilisation(self, seconds: float, *, causal: bool = False) -> float | None:
         """MFU of a step of `seconds`: time of the model's FLOPs at peak / time of the step.
 
-        Nothing is recomputed yet, so HFU (executed FLOPs / peak) is the same. None where the peak or the model's FLOPs
-        are unknown, where no step was made, and where the result exceeds 1: then the peak is wrong (a CPU's was
-        measured while other programs ran), and a number would lie.
+        None where the peak or the model's FLOPs are unknown, where no step was made, and where the result exceeds 1:
+        then the peak is wrong (a CPU's was measured while other programs ran), and a number would lie.
         """
         if self._peak is None or not self._flops_per_step or not seconds:
             return None
         flops = self._flops_per_step_causal if causal else self._flops_per_step
         share = flops / (seconds * self._peak.flops_per_second * self._world_size)
+        return share if share <= 1.0 else None
+
+    def executed_share(self, seconds: float) -> float | None:
+        """HFU of a step of `seconds`: as MFU, of the FLOPs that ran, recomputation included."""
+        useful = self.utilisation(seconds)
+        if useful is None or self._executed is None:
+            return None
+        share = useful * self._executed
         return share if share <= 1.0 else None
 
 

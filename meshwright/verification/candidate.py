@@ -28,6 +28,7 @@ from meshwright.layout.accounting import copies_calls, declared_calls
 from meshwright.layout.uses import calls_of_uses
 from meshwright.recompute.install import reruns_of_model
 from meshwright.sharding.engine import ShardParameter
+from meshwright.training.activations import budget_schedules, subject_of
 from meshwright.training.assemble import shard_model
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.loss_scale import LossScale
@@ -112,6 +113,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
     """The product path from a task to a state that can be trained."""
     plan, chosen, workers = job.plan, job.config.train.optimizer, groups.workers
     kind = job.config.train.dropout
+    schedules = budget_schedules(subject_of(task, plan))
     engine = shard_model(
         task.model,
         plan,
@@ -119,6 +121,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         device=torch.device("cpu"),
         initialiser=task.initialiser,
         dropout=kind,
+        schedules=schedules,
     )
     spec = spec_of(chosen)
     geometry = BatchGeometry(
@@ -140,6 +143,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         loss=no_samples if groups.is_server else task.loss,
         num_microbatches=plan.num_microbatches,
         clip_norm=clip_norm,
+        again=reruns_of_model(engine.model, plan.recompute, schedules),
     )
 
 
@@ -376,7 +380,7 @@ class _Candidate:
         """Collectives of each step: the policy's formula, batch statistics, and the one small reduction."""
         engine, per_step = self._rank.engine, self._job.plan.num_microbatches
         uses, by_use = self._reference.uses, engine.policy.shards_parameters
-        again = reruns_of_model(engine.model, self._job.plan.recompute)
+        again = self._rank.again
         in_order = [use.units for use in uses]
         units = calls_of_uses(engine.policy, engine.units, in_order, again=again) if by_use else []
         copies = engine.groups.replicate

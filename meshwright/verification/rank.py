@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meshwright.data.batches import Batches
 from meshwright.sharding.engine import ShardingEngine
@@ -26,6 +27,7 @@ class CandidateRank:
         loss: (model, batch) -> (sum, count).
         num_microbatches: micro-steps of a step; a fault may lower it on every rank.
         clip_norm: limit of the gradient norm; None: no clipping.
+        again: name of a module to those that run again as wholes when its backward begins (plan.recompute).
     """
 
     rank: int
@@ -35,3 +37,4 @@ class CandidateRank:
     loss: Loss
     num_microbatches: int
     clip_norm: float | None
+    again: Mapping[str, Sequence[str]] = field(default_factory=dict)
