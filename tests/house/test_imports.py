@@ -19,7 +19,7 @@ ROWS = (
     ("partitioning",),
     ("nested",),
     ("comm",),
-    ("sharding", "checkpoint", "recompute"),
+    ("sharding", "tensor", "checkpoint", "recompute"),
     ("adapt", "capture"),
     ("models", "data"),
     ("training",),
