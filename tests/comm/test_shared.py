@@ -25,6 +25,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.transports import shared_connect, shared_messages
 from meshwright.comm.transports.shared_barrier import start_of
 from meshwright.comm.transports.shared_segment import NOWHERE, SEGMENT_BYTES, Arena, PeerArena
+from meshwright.comm.transports.shared_slots import Route
 from meshwright.comm.watchdog import RunFiles, Watchdog
 from meshwright.errors import MeshwrightError, PlanError, WorkerError
 from meshwright.layout.accounting import memory_bytes
@@ -128,6 +129,38 @@ def _one_order(mesh: Any, resident: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("resident", [False, True])
 def test_all_reduce_adds_in_rank_order(ranks, resident: bool) -> None:
     ranks.run(_one_order, 4, resident, transport="shm")
+
+
+def _routes(mesh: Any) -> list[int]:
+    """Large tensors in private memory by both routes: two slots in turn, and all of them."""
+    group, taken = mesh.group("dp"), []
+    for number in range(4):
+        x = torch.full((5_000_000,), float(mesh.rank + number))
+        ops.all_reduce(x, group, cause="t").wait()
+        assert torch.equal(x, torch.full((5_000_000,), 1.0 + 2 * number))
+        taken.append(group.transport._slots.route)
+    return taken
+
+
+def test_ranks_agree_on_the_route_that_takes_less_time(ranks) -> None:
+    first, second = ranks.run(_routes, 2, transport="shm")
+    assert first == second
+    assert {0, 1} <= set(first)
+
+
+def test_the_route_is_the_faster_one_and_the_other_now_and_then() -> None:
+    route = Route()
+    assert route.choose() == 0
+    route.note(0, 2.0)
+    assert route.choose() == 1
+    route.note(1, 1.0)
+    chosen = [route.choose() for _ in range(32)]
+    assert chosen.count(0) == 2
+    route.note(1, 1000.0)  # interrupted
+    assert route.choose() == 1
+    for _ in range(8):
+        route.note(1, 4.0)
+    assert route.choose() == 0
 
 
 def _mixed(mesh: Any) -> None:

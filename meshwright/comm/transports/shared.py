@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,49 +21,14 @@ from meshwright.comm.transports.base import Work
 from meshwright.comm.transports.shared_barrier import Barrier, call_number
 from meshwright.comm.transports.shared_messages import Messages
 from meshwright.comm.transports.shared_segment import NOWHERE, Arena, PeerArena, Place
+from meshwright.comm.transports.shared_slots import Neighbour, Slots
 
-# A piece that goes through a slot: large enough to hide a barrier, small enough to stay in the cache.
-SLOT_BYTES = 512 << 10
-# Pieces of one tensor go through so many slots one after another that a slot has left the reader's cache before it is
-# written again: writing what another core still holds costs more than twice the time where cores share no cache.
-NUM_SLOTS = 32
 # Below, two barriers cost more than copying into a slot and back.
 IN_PLACE_BYTES = 128 << 10
 # Below, each rank makes the whole sum of more than two ranks by itself; above, each makes a part.
 _DIVIDED_BYTES = 16 << 10
 # Elements that are summed at once: partial sums stay in the cache.
 _BLOCK_NUMEL = 1 << 16
-_KEPT_VIEWS = 512
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """What this rank knows of a rank of the group, itself included.
-
-    Attributes:
-        rank: its global rank.
-        words: its control segment.
-        slots: pieces of memory that all can read; those of even numbers are for one turn, the others for the other.
-    """
-
-    rank: int
-    words: memoryview
-    slots: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """Slots of all ranks, as tensors of one size and type.
-
-    Attributes:
-        shown: each rank's, whole.
-        own_blocks: this rank's, a row for each rank.
-        for_me: each rank's row for this one.
-    """
-
-    shown: list[Tensor]
-    own_blocks: Tensor | None
-    for_me: list[Tensor]
 
 
 class SharedTransport:
@@ -102,14 +66,13 @@ class SharedTransport:
         self._messages = messages
         self._arena = arena
         self._arenas = arenas
-        self._views: dict[tuple[int, torch.dtype, int], _Slots] = {}
-        self._num_used = 2
+        self._slots = Slots(index, neighbours, barrier)
         self._partial: Tensor | None = None
 
     @property
     def scratch_bytes(self) -> int:
         """This rank's slots as far as they were used, and messages that arrived before they were asked for."""
-        return self._num_used * SLOT_BYTES + self._messages.kept_bytes
+        return self._slots.written_bytes + self._messages.kept_bytes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Transport`."""
@@ -141,10 +104,10 @@ class SharedTransport:
             self._sum_into(targets, [tensors[i][part] for i in order])
             self._barrier.meet(call)
         elif self._size == 2 or flat.numel() * flat.element_size() < _DIVIDED_BYTES:
-            for number, piece in enumerate(self._pieces(flat)):
-                self._sum_into([piece], self._exchange(piece, call, number))
+            for number, piece in enumerate(self._slots.pieces(flat)):
+                self._sum_into([piece], self._slots.exchange(piece, call, number))
         else:
-            for number, piece in enumerate(self._pieces(flat)):
+            for number, piece in enumerate(self._slots.pieces(flat)):
                 self._divided_sum(piece, order, call, number)
         return _DONE
 
@@ -158,12 +121,12 @@ class SharedTransport:
             self._sum_into([tensors[index][part]], [tensors[i][part] for i in order])
             self._barrier.meet(call)
         elif self._size == 2 or flat.numel() * flat.element_size() < _DIVIDED_BYTES:
-            for number, piece in enumerate(self._pieces(flat)):
-                read = self._exchange(piece, call, number)
+            for number, piece in enumerate(self._slots.pieces(flat)):
+                read = self._slots.exchange(piece, call, number)
                 if self._index == index:
                     self._sum_into([piece], [read[i] for i in order])
         else:
-            for number, piece in enumerate(self._pieces(flat)):
+            for number, piece in enumerate(self._slots.pieces(flat)):
                 self._divided_sum(piece, order, call, number, root=index)
         return _DONE
 
@@ -178,11 +141,11 @@ class SharedTransport:
             self._barrier.meet(call)
             return _DONE
         blocks = whole.view(self._size, -1)
-        if blocks.numel() * blocks.element_size() <= SLOT_BYTES:
-            self._sum_into([mine], self._exchange_blocks(blocks, call))
+        if self._slots.fits(blocks):
+            self._sum_into([mine], self._slots.exchange_blocks(blocks, call))
             return _DONE
-        for number, columns in enumerate(self._columns(blocks)):
-            self._sum_into([mine[columns]], self._exchange_blocks(blocks[:, columns], call, number))
+        for number, columns in enumerate(self._slots.columns(blocks)):
+            self._sum_into([mine[columns]], self._slots.exchange_blocks(blocks[:, columns], call, number))
         return _DONE
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
@@ -193,14 +156,14 @@ class SharedTransport:
         if tensors is not None:
             self._copy_blocks(whole.view(self._size, -1), tensors)
             self._barrier.meet(call)
-        elif mine.numel() * mine.element_size() <= SLOT_BYTES:
-            torch.cat(self._exchange(mine, call), out=whole)
+        elif self._slots.fits(mine):
+            torch.cat(self._slots.exchange(mine, call), out=whole)
         else:
             blocks = whole.view(self._size, -1)
-            step = SLOT_BYTES // mine.element_size()
+            step = self._slots.slot_bytes // mine.element_size()
             for number, start in enumerate(range(0, mine.numel(), step)):
                 piece = mine[start : start + step]
-                shown = [*self._exchange(piece, call, number)]
+                shown = [*self._slots.exchange(piece, call, number)]
                 shown[self._index] = piece
                 self._copy_blocks(blocks[:, start : start + step], shown)
         return _DONE
@@ -214,8 +177,8 @@ class SharedTransport:
                 flat.copy_(tensors[index])
             self._barrier.meet(call)
             return _DONE
-        for number, piece in enumerate(self._pieces(flat)):
-            slot = self._slots(piece.numel(), piece.dtype, number).shown[index]
+        for number, piece in enumerate(self._slots.pieces(flat)):
+            slot = self._slots.shown(piece.numel(), piece.dtype, number)[index]
             if self._index == index:
                 slot.copy_(piece)
             self._barrier.meet(call)
@@ -231,11 +194,11 @@ class SharedTransport:
         if tensors is not None:
             self._copy_blocks(target, [tensor.view(self._size, -1)[self._index] for tensor in tensors])
             self._barrier.meet(call)
-        elif blocks.numel() * blocks.element_size() <= SLOT_BYTES:
-            torch.stack(self._exchange_blocks(blocks, call), out=target)
+        elif self._slots.fits(blocks):
+            torch.stack(self._slots.exchange_blocks(blocks, call), out=target)
         else:
-            for number, columns in enumerate(self._columns(blocks)):
-                shown = self._exchange_blocks(blocks[:, columns], call, number)
+            for number, columns in enumerate(self._slots.columns(blocks)):
+                shown = self._slots.exchange_blocks(blocks[:, columns], call, number)
                 self._copy_blocks(target[:, columns], shown)
         return _DONE
 
@@ -266,8 +229,9 @@ class SharedTransport:
         if tensor.numel() * tensor.element_size() < self.in_place_bytes:
             return None
         turn = self._barrier.turn
-        self._barrier.show(self._arena.find(tensor), self._arena.freed)
+        self._barrier.show(self._arena.find(tensor), self._arena.freed, self._slots.routes.choose())
         self._barrier.meet(call)
+        self._slots.route = self._barrier.shown_route(self._neighbours[0].words, turn)
         shown = [self._barrier.shown(neighbour.words, turn) for neighbour in self._neighbours]
         needed = range(self._size) if root is None else (root,)
         if any(shown[i][0].serial == NOWHERE.serial for i in needed):
@@ -318,54 +282,6 @@ class SharedTransport:
             self._partial = torch.empty(_BLOCK_NUMEL, dtype=like.dtype)
         return self._partial[: like.numel()]
 
-    # Slots.
-
-    def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
-        step = SLOT_BYTES // flat.element_size()
-        return (flat,) if 0 < flat.numel() <= step else flat.split(step) if flat.numel() else ()
-
-    def _columns(self, blocks: Tensor) -> list[slice]:
-        """Cuts of blocks (ranks x numel), such that one cut of all of them fits into a slot."""
-        numel = blocks.shape[1]
-        step = SLOT_BYTES // blocks.element_size() // self._size
-        return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
-
-    def _slots(self, numel: int, dtype: torch.dtype, number: int) -> _Slots:
-        """The slots of this turn for piece `number` of a tensor, `numel` elements from each rank."""
-        which = (2 * number + self._barrier.turn) % NUM_SLOTS
-        key = (which, dtype, numel)
-        slots = self._views.get(key)
-        if slots is None:
-            nbytes = numel * dtype.itemsize
-            shown = [neighbour.slots[which][:nbytes].view(dtype) for neighbour in self._neighbours]
-            self._num_used = max(self._num_used, which + 1)
-            has_blocks = numel % self._size == 0
-            blocks = [slot.view(self._size, -1) for slot in shown] if has_blocks else []
-            slots = _Slots(
-                shown,
-                own_blocks=blocks[self._index] if has_blocks else None,
-                for_me=[block[self._index] for block in blocks],
-            )
-            if len(self._views) >= _KEPT_VIEWS:
-                self._views.clear()
-            self._views[key] = slots
-        return slots
-
-    def _exchange(self, piece: Tensor, call: int, number: int = 0) -> list[Tensor]:
-        """Show `piece` to all; every rank's, readable until the next barrier."""
-        slots = self._slots(piece.numel(), piece.dtype, number)
-        slots.shown[self._index].copy_(piece)
-        self._barrier.meet(call)
-        return slots.shown
-
-    def _exchange_blocks(self, blocks: Tensor, call: int, number: int = 0) -> list[Tensor]:
-        """Show block j of `blocks` (ranks x numel) to rank j; what every rank shows to this one."""
-        slots = self._slots(blocks.numel(), blocks.dtype, number)
-        assert slots.own_blocks is not None, "as many elements for each rank"
-        slots.own_blocks.copy_(blocks)
-        self._barrier.meet(call)
-        return slots.for_me
-
     def _copy_blocks(self, targets: Tensor, sources: Sequence[Tensor]) -> None:
         """Copy every rank's block in place, the right neighbour's first so that nobody is everybody's first."""
         for step in range(1, self._size + 1):
@@ -385,8 +301,8 @@ class SharedTransport:
         self, piece: Tensor, order: Sequence[int], call: int, number: int, *, root: int | None = None
     ) -> None:
         """Each rank sums a part; then all of them (or the root) collect the parts."""
-        shown = self._exchange(piece, call, number)
-        sums = self._slots(piece.numel(), piece.dtype, number).shown
+        shown = self._slots.exchange(piece, call, number)
+        sums = self._slots.shown(piece.numel(), piece.dtype, number)
         own = self._part(piece.numel())
         self._sum_into([sums[self._index][own]], [shown[i][own] for i in order])
         self._barrier.meet(call)

@@ -135,18 +135,25 @@ class Barrier:
             self.leave()
             raise
 
-    def show(self, place: Place, freed: int) -> None:
-        """Tell the peers, before the next barrier, where this rank's tensor is."""
+    def show(self, place: Place, freed: int, route: int = 0) -> None:
+        """Tell the peers, before the next barrier, where this rank's tensor is, and how it would have it go."""
         first = _TENSORS + self.turn * LINE
         words = self._words
         words[first], words[first + 1], words[first + 2] = place.owner, place.serial, place.descriptor
         words[first + 3], words[first + 4], words[first + 5] = place.nbytes, place.offset, freed
+        words[first + 6] = route
 
     @staticmethod
     def shown(words: memoryview, turn: int) -> tuple[Place, int]:
         """What the rank with `words` showed before the barrier of `turn`."""
         first = _TENSORS + turn * LINE
         return Place(*(words[first + i] for i in range(5))), words[first + 5]
+
+    @staticmethod
+    def shown_route(words: memoryview, turn: int) -> int:
+        """How the rank with `words` would have its tensor go."""
+        route: int = words[_TENSORS + turn * LINE + 6]
+        return route
 
     def leave(self) -> None:
         """Tell the peers that this rank comes to no further barrier."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.transports.shared import NUM_SLOTS, SLOT_BYTES, Neighbour, SharedTransport
+from meshwright.comm.transports.shared import SharedTransport
 from meshwright.comm.transports.shared_barrier import FIRST_MESSAGE_WORD, Barrier, Peer, start_of
 from meshwright.comm.transports.shared_messages import (
     NUM_PIECES,
@@ -30,6 +30,7 @@ from meshwright.comm.transports.shared_messages import (
     written_word,
 )
 from meshwright.comm.transports.shared_segment import Arena, PeerArena, Segment, make_segment, open_segment
+from meshwright.comm.transports.shared_slots import ALL_SLOTS_BYTES, Neighbour
 from meshwright.errors import WorkerError
 
 _PAGE_BYTES = 4096
@@ -135,7 +136,7 @@ def _connected(
 ) -> SharedTransport:
     size, words = len(peers), peers[index].words
     first_slot = _word_bytes(size)
-    first_ring = first_slot + NUM_SLOTS * SLOT_BYTES
+    first_ring = first_slot + ALL_SLOTS_BYTES
 
     def ring(sender: int, receiver: int) -> list[torch.Tensor]:
         start = first_ring + receiver * NUM_PIECES * PIECE_BYTES
@@ -157,8 +158,7 @@ def _connected(
     }
     neighbours = []
     for i, peer in enumerate(peers):
-        slots = segments[i][first_slot:first_ring].split(SLOT_BYTES)
-        neighbours.append(Neighbour(peer.rank, peer.words, slots))
+        neighbours.append(Neighbour(peer.rank, peer.words, segments[i][first_slot:first_ring]))
         if i != index:
             host.arenas.setdefault(peer.rank, PeerArena(peer.process, host.arena))
     others = [peer for i, peer in enumerate(peers) if i != index]
@@ -179,7 +179,7 @@ def _word_bytes(size: int) -> int:
 
 def _control_bytes(size: int) -> int:
     """Words, slots and rings of a rank; pages that nothing goes through are never touched."""
-    return _word_bytes(size) + NUM_SLOTS * SLOT_BYTES + size * NUM_PIECES * PIECE_BYTES
+    return _word_bytes(size) + ALL_SLOTS_BYTES + size * NUM_PIECES * PIECE_BYTES
 
 
 def _everybody(own: Any, group: dist.ProcessGroup, size: int) -> list[Any]:

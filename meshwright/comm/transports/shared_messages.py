@@ -18,8 +18,8 @@ from torch import Tensor
 
 from meshwright.comm.transports.shared_barrier import FIRST_MESSAGE_WORD, LINE, LOOKS, Peer, wait_until
 
-# Slots of a ring and their size: pieces of a large message are copied out while the next ones are copied in. As many
-# as in `shared.py`, for the same reason: what is written should not lie in the reader's cache any more.
+# Slots of a ring and their size: pieces of a large message are copied out while the next ones are copied in. So many
+# because what is written should not lie in the reader's cache any more (see `shared.py`).
 NUM_PIECES = 32
 PIECE_BYTES = 256 << 10
 # Words of a ring's writer: how many pieces it has written; then tag and length of the message of each slot.
