@@ -134,7 +134,7 @@ def test_all_reduce_adds_in_rank_order(ranks, resident: bool) -> None:
 def _routes(mesh: Any) -> list[int]:
     """Large tensors in private memory by both routes: two slots in turn, and all of them."""
     group, taken = mesh.group("dp"), []
-    for number in range(4):
+    for number in range(5):
         x = torch.full((5_000_000,), float(mesh.rank + number))
         ops.all_reduce(x, group, cause="t").wait()
         assert torch.equal(x, torch.full((5_000_000,), 1.0 + 2 * number))

@@ -231,7 +231,7 @@ class SharedTransport:
         turn = self._barrier.turn
         self._barrier.show(self._arena.find(tensor), self._arena.freed, self._slots.routes.choose())
         self._barrier.meet(call)
-        self._slots.route = self._barrier.shown_route(self._neighbours[0].words, turn)
+        self._slots.begin(self._barrier.shown_route(self._neighbours[0].words, turn))
         shown = [self._barrier.shown(neighbour.words, turn) for neighbour in self._neighbours]
         needed = range(self._size) if root is None else (root,)
         if any(shown[i][0].serial == NOWHERE.serial for i in needed):

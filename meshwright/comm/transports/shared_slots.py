@@ -101,6 +101,12 @@ class Slots:
         self.route = 0
         self.routes = Route()
         self.written_bytes = 0
+        self._has_grown = False
+
+    def begin(self, route: int) -> None:
+        """The next tensor goes this way."""
+        self.route = route
+        self._has_grown = False
 
     @property
     def slot_bytes(self) -> int:
@@ -163,6 +169,6 @@ class Slots:
         start = time.perf_counter()
         slot.copy_(piece)
         if views.stop > self.written_bytes:
-            self.written_bytes = views.stop
-        elif number > 1:
+            self.written_bytes, self._has_grown = views.stop, True
+        elif number > 1 and not self._has_grown:  # memory that nobody has touched yet costs more
             self.routes.note(self.route, (time.perf_counter() - start) / piece.nbytes)
