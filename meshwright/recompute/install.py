@@ -66,7 +66,7 @@ def install(
         PlanError: E242 where a rule matches nothing.
     """
     where = weights if weights is not None else StayingWeights(model)
-    undos: list[Callable[[], None]] = []
+    undos: list[Callable[[], None]] = [_without_caches(model)] if plan.is_active else []
     recomputers = []
     for chain in find_chains(model, plan):
         kind = chain.kept.kind
@@ -87,6 +87,25 @@ def install(
             step()
 
     return Installed(undo, tuple(recomputers))
+
+
+def _without_caches(model: nn.Module) -> Callable[[], None]:
+    """Switch off the key and value caches of transformers' models: a layer that runs again would add to them twice.
+
+    Training never reads them. The switch stands in the configuration, which modules share.
+    """
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    switched = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in switched:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config in switched:
+            config.use_cache = True
+
+    return undo
 
 
 def reruns_of_model(
