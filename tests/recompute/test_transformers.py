@@ -1,4 +1,4 @@
-"""Models of transformers, unmodified: the same gradients to the bit, and their key and value caches are off meanwhile."""
+"""Models of transformers, unmodified: the same gradients to the bit; key and value caches are off meanwhile."""
 
 from __future__ import annotations
 
