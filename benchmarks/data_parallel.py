@@ -34,7 +34,7 @@ from harness import WORKLOADS, Timing, Workload, launch, race, resident_peak_mb
 from meshwright.adapt import linear
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World
-from meshwright.comm.ops import DataGroups
+from meshwright.comm.ops import DataGroups, Group
 from meshwright.comm.transports.base import Work
 from meshwright.comm.watchdog import Watchdog
 from meshwright.layout.policy import find_policy
@@ -102,8 +102,11 @@ class Nothing:
 
 
 def without_communication(groups: DataGroups) -> DataGroups:
-    silent = {name: replace(group, transport=Nothing(group.size)) for name, group in vars(groups).items()}
-    return DataGroups(**silent)
+    held = {name: group for name, group in vars(groups).items() if isinstance(group, Group)}
+    return replace(
+        groups,
+        **{name: replace(group, transport=Nothing(group.size)) for name, group in held.items()},
+    )
 
 
 def ours(
