@@ -349,6 +349,19 @@ CATALOGUE = (
         "Take a schedule that the message names; meshwright draw --schedule NAME shows each.",
     ),
     CodeEntry(
+        "E231",
+        "ranks that do not fit the stages of a pipeline",
+        "Each stage has at least one rank, each rank belongs to one place of the pipeline, and stages that a schedule "
+        "keeps together (chunks, the two legs of a V) have the same ranks.",
+        "Give a list of ranks for each stage, as the message says.",
+    ),
+    CodeEntry(
+        "E232",
+        "a replica of a stage without a sample",
+        "The replicas of a stage share each micro-batch, and it has fewer samples than a stage has replicas.",
+        "Take larger micro-batches, or fewer replicas.",
+    ),
+    CodeEntry(
         "E240",
         "a word that plan.recompute does not know",
         "plan.recompute is none, full, selective, every:k, constant, offload or budget:BYTES, for all repeated blocks, "

@@ -1,7 +1,7 @@
 """`meshwright draw`: pictures of what the system does, as text on the terminal or as SVG in a file.
 
 Owns the options and the choice of picture. Pictures stand with what they show: `exchange/draw.py`, `schedule/draw.py`,
-`graph/draw.py`.
+`graph/draw.py`; traces in `simulation/trace.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.draw_schedule import Pipeline, draw_schedule
 from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
 from meshwright.exchange.catalogue import ALGORITHMS, make_exchange
@@ -19,12 +20,6 @@ from meshwright.exchange.cost import count
 from meshwright.exchange.draw import MOST_RANKS, before_and_after, step_by_step
 from meshwright.exchange.draw import as_svg as exchange_svg
 from meshwright.exchange.program import Collective
-from meshwright.schedule.action import Schedule, to_text
-from meshwright.schedule.catalogue import make_schedule
-from meshwright.schedule.check import peak_in_flight
-from meshwright.schedule.draw import as_svg as schedule_svg
-from meshwright.schedule.draw import as_text as schedule_text
-from meshwright.schedule.timing import Durations, bubble_of
 
 # What draws a collective by its own name: the algorithm that shows it best.
 _SHOWN_BY: dict[str, tuple[str, Collective]] = {
@@ -55,11 +50,28 @@ def draw(  # noqa: PLR0913 - each is an option of the command
     stages: Annotated[int, typer.Option(help="Ranks of the pipeline (schedules).")] = 4,
     microbatches: Annotated[int, typer.Option(help="Micro-batches of a step (schedules).")] = 8,
     chunks: Annotated[int | None, typer.Option(help="Stages a rank (interleaved, searched).")] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds of forward/input gradient/weight gradient: 1/1/1, or by stage 1/1/1,2/2/2."
+        ),
+    ] = None,
+    transfer: Annotated[float, typer.Option(help="Seconds of a message (schedules).")] = 0.0,
+    replicas: Annotated[
+        str | None, typer.Option(help="Ranks that share each rank's micro-batches, e.g. 1,2,2,1 (schedules).")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Samples of a micro-batch; else as many as the most replicas.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Samples (graphs).")] = 2,
     sequence: Annotated[int, typer.Option(help="Positions (graphs).")] = 64,
     out: Annotated[
         Path | None,
         typer.Option(help="Write the picture as SVG here; a schedule also as .csv, a graph also as .json."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the planned step of a schedule for Perfetto here: .json or .json.gz."),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -68,6 +80,8 @@ def draw(  # noqa: PLR0913 - each is an option of the command
         raise ConfigError(
             "E109", "draw needs one of --collective, --schedule and --graph, e.g. --schedule 1f1b"
         )
+    if trace is not None and schedule is None:
+        raise ConfigError("E109", f"--trace {trace}: --trace is for schedules, e.g. --schedule 1f1b")
     suffix = "" if out is None else out.suffix
     if collective is not None:
         sizes = {"ranks": ranks, "ranks_per_node": ranks_per_node, "servers": servers}
@@ -77,8 +91,8 @@ def draw(  # noqa: PLR0913 - each is an option of the command
 
         text, svg, facts = draw_graph(graph, (batch, sequence), json=suffix == ".json")
     else:
-        made = make_schedule(schedule or "", stages, microbatches, num_chunks=chunks)
-        text, svg, facts = _schedule(made, csv=suffix == ".csv")
+        pipeline = Pipeline(schedule or "", stages, microbatches, chunks, times, transfer, replicas, samples)
+        text, svg, facts = draw_schedule(pipeline, csv=suffix == ".csv", trace=trace)
     if out is not None:
         out.write_text(svg, encoding="utf-8")
     if json_output:
@@ -113,21 +127,6 @@ def _collective(wanted: str, sizes: dict[str, int]) -> tuple[str, str, dict[str,
         "chunks_received": list(traffic.received),
     }
     return (step_by_step(made) if stepwise else before_and_after(made)), exchange_svg(made), facts
-
-
-def _schedule(made: Schedule, *, csv: bool) -> tuple[str, str, dict[str, object]]:
-    """Text, SVG or CSV, and figures of a schedule."""
-    times = Durations.equal(made.num_stages)
-    facts: dict[str, object] = {
-        "schedule": made.name,
-        "ranks": made.num_ranks,
-        "stages": made.num_stages,
-        "microbatches": made.num_microbatches,
-        "bubble": bubble_of(made, times),
-        "activations": peak_in_flight(made),
-        "programs": [[str(action) for action in program] for program in made.programs],
-    }
-    return schedule_text(made), to_text(made, csv=True) + "\n" if csv else schedule_svg(made), facts
 
 
 def _choose(wanted: str) -> tuple[str, Collective, bool]:

@@ -7,6 +7,9 @@ input, which the stage before waits for, and `W` that of the weights, which nobo
 
 Text: a line a rank, a cell an action: `2F0` is the forward of stage 2 for micro-batch 0; `2F1/1` runs it where slot 1
 places stage 2. The same cells with commas are CSV, as torch's pipelining reads and writes it.
+
+Where stages have several replicas (`Replicas`), a message between two ranks carries the samples that both hold: their
+pair says which, and a micro-batch is redistributed by messages alone.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ RECEIVES: tuple[Op, ...] = ("receive_activation", "receive_gradient")
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)(?:/(\d+))?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One thing that a rank does.
 
@@ -62,6 +65,27 @@ Program = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """Several ranks in the place of each rank of a pipeline; they run its program, each for its part of the samples.
+
+    Attributes:
+        teams: for each rank of the pipeline those that stand in its place; every rank is in one team.
+        samples: of a micro-batch; member k of r holds [k * samples // r, (k + 1) * samples // r).
+    """
+
+    teams: tuple[tuple[int, ...], ...]
+    samples: int
+
+    def parts(self) -> tuple[range, ...]:
+        """The samples of each rank."""
+        found: dict[int, range] = {}
+        for team in self.teams:
+            for k, rank in enumerate(team):
+                found[rank] = range(k * self.samples // len(team), (k + 1) * self.samples // len(team))
+        return tuple(found[rank] for rank in range(len(found)))
+
+
+@dataclass(frozen=True)
 class Schedule:
     """An order of actions for every rank.
 
@@ -69,8 +93,9 @@ class Schedule:
         name: as in `plan.schedule`.
         num_stages: parts of the model.
         num_microbatches: micro-batches of a step.
-        placement: for each slot, the rank of each stage.
+        placement: for each slot, the rank of the pipeline of each stage.
         programs: the actions of each rank.
+        replicas: of a lowered schedule whose pipeline ranks are teams; None: each is one rank.
     """
 
     name: str
@@ -78,15 +103,27 @@ class Schedule:
     num_microbatches: int
     placement: tuple[tuple[int, ...], ...]
     programs: tuple[Program, ...]
+    replicas: Replicas | None = None
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Ranks that have a program."""
         return len(self.programs)
 
     def rank_of(self, action: Action) -> int:
-        """Where the stage of `action` runs for its micro-batch."""
+        """The rank of the pipeline where the stage of `action` runs for its micro-batch."""
         return self.placement[action.slot][action.stage]
+
+    def team_at(self, place: int) -> tuple[int, ...]:
+        """The ranks that stand in the place of one rank of the pipeline."""
+        return (place,) if self.replicas is None else self.replicas.teams[place]
+
+    def group_of(self, action: Action) -> tuple[int, ...]:
+        """The ranks of a gather, which hold the stage in one slot, or of a reduction, which hold it in any; sorted."""
+        if action.op == "gather":
+            return tuple(sorted(self.team_at(self.rank_of(action))))
+        places = {ranks[action.stage] for ranks in self.placement}
+        return tuple(sorted(rank for place in places for rank in self.team_at(place)))
 
     @property
     def splits_backward(self) -> bool:

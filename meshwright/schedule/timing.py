@@ -55,7 +55,7 @@ class Durations:
                 return self.input_gradient[stage] + self.weight_gradient[stage]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Timed:
     """An action and when it runs, in seconds from the start of the step."""
 

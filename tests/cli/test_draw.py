@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import xml.etree.ElementTree as ElementTree
 
@@ -106,6 +107,47 @@ def test_a_schedule_as_json():
     assert printed["programs"][3][0] == "3F0"
 
 
+def test_a_schedule_with_times_of_its_stages():
+    """The second stage is twice as slow, and the picture and the figures are of that."""
+    arguments = ("--schedule", "gpipe", "--stages", "2", "--microbatches", "1", "--times", "1/1/1,2/2/2")
+    assert call(*arguments).stdout.splitlines()[1:] == [
+        "rank 0  F0 ·· ·· ·· ·· ·· ·· B0 B0",
+        "rank 1  ·· F0 F0 B0 B0 B0 B0 ·· ··",
+    ]
+    printed = json.loads(call(*arguments, "--transfer", "0.5", "--json").stdout)
+    assert printed["seconds"] == pytest.approx(9 + 2 * 0.5)
+    assert printed["bubble"] == pytest.approx(1 - 9 / (2 * 10))
+
+
+def test_a_searched_schedule_is_searched_for_its_times():
+    arguments = ("--stages", "2", "--microbatches", "3", "--times", "3/1/1,1/1/1", "--json")
+    seconds = {
+        name: json.loads(call("--schedule", name, *arguments).stdout)["seconds"]
+        for name in ("1f1b", "searched")
+    }
+    assert seconds["searched"] < seconds["1f1b"]
+
+
+def test_a_schedule_with_replicas_and_its_trace(tmp_path):
+    trace, zipped = tmp_path / "step.json", tmp_path / "step.json.gz"
+    for out in (trace, zipped):
+        result = call(
+            *("--schedule", "1f1b", "--stages", "3", "--microbatches", "4", "--replicas", "2,3,1"),
+            *("--samples", "6", "--trace", str(out)),
+        )
+        assert result.stdout.splitlines()[-2:] == [
+            "stage 0 on 0 1 · stage 1 on 2 3 4 · stage 2 on 5 · 6 samples a micro-batch · 56 messages",
+            f"wrote {out}",
+        ]
+    written = json.loads(trace.read_text())
+    assert json.loads(gzip.decompress(zipped.read_bytes())) == written
+    slices = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == set(range(6))
+    assert sum(event["cat"] == "send_activation" for event in slices) == 4 * (
+        4 + 3
+    )  # pairs that share samples
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -116,6 +158,28 @@ def test_a_schedule_as_json():
             "one of --collective, --schedule and --graph",
         ),
         (["--schedule", "1f1b", "--stages", "0"], "E230", "each is at least 1"),
+        (["--schedule", "searched", "--stages", "0"], "E230", "each is at least 1"),
+        (
+            ["--schedule", "1f1b", "--times", "1/2"],
+            "E109",
+            "one for each of the 4, e.g. 1/1/1 or 1/1/0.5,1/1/0.5,",
+        ),
+        (["--schedule", "1f1b", "--times", "1/1/1,1/1/1"], "E109", "one for each of the 4"),
+        (["--schedule", "1f1b", "--times", "1/0/1"], "E109", "in seconds above 0"),
+        (["--schedule", "1f1b", "--times", "a/b/c"], "E109", "in seconds above 0"),
+        (["--schedule", "1f1b", "--transfer", "-1"], "E109", "0 or more"),
+        (
+            ["--schedule", "1f1b", "--replicas", "1,2"],
+            "E109",
+            "each of the 4 ranks of the pipeline, e.g. 2,2,2,2",
+        ),
+        (["--schedule", "1f1b", "--replicas", "1,0,1,1"], "E109", "how many ranks share the work"),
+        (
+            ["--schedule", "1f1b", "--replicas", "1,3,1,1", "--samples", "2"],
+            "E232",
+            "2 samples over 3 replicas",
+        ),
+        (["--collective", "ring", "--trace", "x.json"], "E109", "--trace is for schedules"),
         (["--collective", "rng"], "E114", "Did you mean 'ring'"),
         (["--collective", "ring", "--ranks", "13"], "E109", "1 to 12 ranks"),
         (["--collective", "ring", "--ranks", "0"], "E109", "at least 1"),

@@ -7,14 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.schedule.action import COMPUTE, Action, Schedule
+from meshwright.errors import PlanError
+from meshwright.schedule.action import COMPUTE, Action, Replicas, Schedule
 from meshwright.schedule.catalogue import SCHEDULE_NAMES, make_schedule
 from meshwright.schedule.check_lowered import problem_of_lowered
 from meshwright.schedule.lower import Extras, computations, lower
+from meshwright.schedule.replicas import replicas_of
 from tests.schedule.interpreter import is_right
 
 NUM_MUTANTS = 10_000
+SMALL = ((1, 2), (2, 2), (2, 3), (3, 3), (4, 2))
 EXTRAS = (Extras(), Extras("once"), Extras("each"), Extras(reduces=False))
+# Replicas of each rank of the pipeline, and samples of a micro-batch: alike, growing, shrinking, uneven parts.
+TEAMS = (((1,), 1), ((3,), 5), ((1, 2), 2), ((2, 1), 3), ((2, 2), 4), ((2, 3), 6), ((3, 2), 7))
+TEAMS += (((1, 2, 1), 2), ((2, 3, 1), 3), ((4, 1, 3, 2), 5), ((2, 2, 4, 1), 4))
+
+
+def teams_of(sizes: tuple[int, ...], samples: int) -> Replicas:
+    """Ranks in order, `sizes[p]` in the place of rank p."""
+    starts = [sum(sizes[:p]) for p in range(len(sizes))]
+    return Replicas(tuple(tuple(range(a, a + n)) for a, n in zip(starts, sizes, strict=True)), samples)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -29,14 +41,88 @@ def test_lowered_schedules_are_right_and_compute_the_same(name):
                 assert is_right(lowered, blocking=transport == "blocking", seed=1)
 
 
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_replicas_of_stages_are_right_and_compute_the_same(name):
+    for sizes, samples in TEAMS:
+        for m in (1, 4):
+            schedule, replicas = make_schedule(name, len(sizes), m), teams_of(sizes, samples)
+            for extras in EXTRAS[1:3]:
+                lowered = lower(schedule, extras, replicas=replicas)
+                for team, program in zip(replicas.teams, schedule.programs, strict=True):
+                    assert all(computations(lowered.programs[rank]) == program for rank in team)
+                for transport in ("blocking", "posted"):
+                    assert problem_of_lowered(lowered, transport) is None, (name, sizes, m, extras, transport)
+                    assert is_right(lowered, blocking=transport == "blocking", seed=2)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_size_lowered(name):
     for p in range(1, 9):
+        uneven = teams_of(tuple((1, 3, 2, 4)[place % 4] for place in range(p)), 5)
         for m in range(1, 33):
-            lowered = lower(make_schedule(name, p, m), Extras("each"))
-            for transport in ("blocking", "posted"):
-                assert problem_of_lowered(lowered, transport) is None, (name, p, m, transport)
+            for chunks in (1, 2, 3, 4) if name == "interleaved" else (None,):
+                schedule = make_schedule(name, p, m, num_chunks=chunks)
+                for replicas in (None, uneven):
+                    lowered = lower(schedule, Extras("each"), replicas=replicas)
+                    for transport in ("blocking", "posted"):
+                        assert problem_of_lowered(lowered, transport) is None, (name, p, m, chunks, transport)
+
+
+def test_a_micro_batch_is_redistributed():
+    """Six samples on 2 ranks, then on 3: samples 0 1 2 | 3 4 5 become 0 1 | 2 3 | 4 5."""
+    schedule = make_schedule("gpipe", 2, 1)
+    lowered = lower(schedule, replicas=replicas_of(schedule, [[0, 1], [2, 3, 4]], samples=6))
+    texts = [" ".join(map(str, program)) for program in lowered.programs]
+    sends = ["1send_activation0@2 1send_activation0@3", "1send_activation0@3 1send_activation0@4"]
+    receives = ["0receive_gradient0@2 0receive_gradient0@3", "0receive_gradient0@3 0receive_gradient0@4"]
+    for rank in (0, 1):
+        assert texts[rank] == f"0F0 {sends[rank]} {receives[rank]} 0B0 0reduce"
+    assert texts[3] == (
+        "1receive_activation0@0 1receive_activation0@1 1F0 1B0 0send_gradient0@0 0send_gradient0@1 1reduce"
+    )
+    assert lowered.replicas is not None
+    assert lowered.replicas.parts() == (range(0, 3), range(3, 6), range(0, 2), range(2, 4), range(4, 6))
+
+
+def test_both_directions_reduce_together():
+    """A stage of a schedule in both directions is on two ranks of the pipeline: one collective of both."""
+    lowered = lower(make_schedule("dualpipe", 3, 4))
+    assert lowered.group_of(Action("reduce", 0)) == (0, 2)
+    assert lowered.group_of(Action("reduce", 1)) == (1,)
+    reduces = [[a.stage for a in program if a.op == "reduce"] for program in lowered.programs]
+    assert reduces[0] == reduces[2]  # in one order
+    assert (sorted(reduces[0]), reduces[1]) == ([0, 2], [1])
+
+
+def test_reductions_in_two_orders_deadlock():
+    schedule = make_schedule("interleaved", 2, 2)
+    lowered = lower(schedule, replicas=teams_of((2, 1), 2))
+    swapped = tuple(replace(a, stage=2 - a.stage) if a.op == "reduce" else a for a in lowered.programs[1])
+    assert [a.stage for a in lowered.programs[0] if a.op == "reduce"] == [2, 0]
+    wrong = replace(lowered, programs=(lowered.programs[0], swapped, lowered.programs[2]))
+    for transport in ("blocking", "posted"):
+        found = problem_of_lowered(wrong, transport)
+        assert found is not None
+        assert "where others of ranks [0, 1] are in" in found
+        assert not is_right(wrong, blocking=transport == "blocking", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("stage_ranks", "samples", "code", "text"),
+    [
+        ([[0], [1]], 4, "E231", "has 4 stages, and ranks are given for 2"),
+        ([[0], [1], [0], [2]], 4, "E231", r"stage 3 is on ranks \[2\].* on ranks \[1\]"),
+        ([[0], [0], [0], [0]], 4, "E231", "each rank from 0 on belongs to one place"),
+        ([[0], [2], [0], [2]], 4, "E231", "each rank from 0 on belongs to one place"),
+        ([[0, 1], [], [0, 1], []], 4, "E231", "each stage has a rank"),
+        ([[0, 1], [2, 3, 4], [0, 1], [2, 3, 4]], 2, "E232", "2 samples over 3 replicas .* at least 3"),
+    ],
+)
+def test_ranks_that_fit_no_stage(stage_ranks, samples, code, text):
+    with pytest.raises(PlanError, match=text) as caught:
+        replicas_of(make_schedule("interleaved", 2, 2), stage_ranks, samples=samples)
+    assert caught.value.code == code
 
 
 def test_messages_of_a_pipeline():
@@ -87,7 +173,7 @@ def mutate(schedule: Schedule, rng: random.Random) -> Schedule:
             program[where], program[other] = program[other], program[where]
         case "micro-batch" if action.microbatch >= 0:
             program[where] = replace(action, microbatch=rng.randrange(schedule.num_microbatches))
-        case "stage" if action.op in COMPUTE:
+        case "stage" if action.peer < 0:
             mine = sorted({a.stage for a in program if a.slot == action.slot})
             program[where] = replace(action, stage=rng.choice(mine))
         case "peer" if action.peer >= 0:
@@ -101,22 +187,38 @@ def mutate(schedule: Schedule, rng: random.Random) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
-def test_mutants_are_judged_as_running_them_judges():
-    rng = random.Random(11)
-    originals = [
-        lower(make_schedule(name, p, m), extras)
+def originals(*, with_replicas: bool) -> list[Schedule]:
+    """Right schedules of all kinds, small enough to be run often."""
+    made = [make_schedule(name, p, m) for name in SCHEDULE_NAMES for p, m in SMALL]
+    if not with_replicas:
+        return [lower(schedule, extras) for schedule in made for extras in EXTRAS]
+    return [
+        lower(make_schedule(name, len(sizes), 2), extras, replicas=teams_of(sizes, samples))
         for name in SCHEDULE_NAMES
-        for p, m in ((1, 2), (2, 2), (2, 3), (3, 3), (4, 2))
+        for sizes, samples in TEAMS[1:9]
         for extras in EXTRAS
     ]
+
+
+@pytest.mark.parametrize(
+    ("with_replicas", "num_mutants"),
+    [
+        (False, NUM_MUTANTS),
+        (True, NUM_MUTANTS // 10),
+        pytest.param(True, NUM_MUTANTS, marks=pytest.mark.parity),
+    ],
+)
+def test_mutants_are_judged_as_running_them_judges(with_replicas, num_mutants):
+    rng = random.Random(11)
+    right_ones = originals(with_replicas=with_replicas)
     wrong = right_anyway = 0
-    for number in range(NUM_MUTANTS):
-        mutant = mutate(rng.choice(originals), rng)
+    for number in range(num_mutants):
+        mutant = mutate(rng.choice(right_ones), rng)
         blocking = number % 2 == 0
         found = problem_of_lowered(mutant, "blocking" if blocking else "posted")
         right = is_right(mutant, blocking=blocking, seed=number)
         assert (found is None) == right, (mutant.name, found, right, mutant)
         wrong += not right
         right_anyway += right
-    assert wrong > NUM_MUTANTS / 2
-    assert right_anyway > NUM_MUTANTS / 50  # orders that differ and are right are not rejected
+    assert wrong > num_mutants / 2
+    assert right_anyway > num_mutants / 50  # orders that differ and are right are not rejected

@@ -9,8 +9,11 @@ import pytest
 
 from meshwright.schedule.catalogue import SCHEDULE_NAMES, make_schedule
 from meshwright.schedule.lower import Extras, lower
+from meshwright.schedule.replicas import replicas_of
 from meshwright.schedule.timing import Durations, makespan
-from meshwright.simulation.timeline import Machinery, Wire, as_trace, memory_curves, simulate
+from meshwright.simulation.machinery import Machinery, Wire
+from meshwright.simulation.timeline import memory_curves, simulate
+from meshwright.simulation.trace import as_trace
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -79,15 +82,117 @@ def test_memory_curve_peaks_where_the_schedule_says():
     assert all(curve[-1][1] == 0 for curve in curves)
 
 
+def test_memory_curve_of_one_stage():
+    """Two chunks on a rank: the curves of its stages add up to its own, at each of its changes."""
+    lowered = lower(make_schedule("interleaved", 2, 4), Extras("each"))
+    machinery = Machinery(
+        Durations.equal(4),
+        activation_bytes=(5, 7, 11, 13),
+        weight_bytes=(100, 200, 300, 400),
+        gather=(0.1,) * 4,
+    )
+    timeline = simulate(lowered, machinery)
+    whole = memory_curves(timeline, machinery)
+    parts = [memory_curves(timeline, machinery, stage=stage) for stage in range(4)]
+    for rank in range(2):
+        changes = sorted(
+            (time, held - before)
+            for curves in parts
+            for (_, before), (time, held) in itertools.pairwise(curves[rank])
+        )
+        assert changes == [(t, b - a) for (_, a), (t, b) in itertools.pairwise(whole[rank])]
+        assert [len(parts[stage][rank]) > 1 for stage in range(4)] == [s % 2 == rank for s in range(4)]
+    assert max(held for _, held in parts[0][0]) == 100 + 4 * 5  # all four run before a backward is back
+
+
+def test_reductions_run_beside_computations():
+    """The second chunk's gradients are ready first; its reduction hides behind the first chunk's backward."""
+    times = Durations.equal(4)
+    lowered = lower(make_schedule("interleaved", 2, 4))
+    plain = simulate(lowered, Machinery(times))
+    slow = simulate(lowered, Machinery(times, reduce=(0.0, 0.0, 1.0, 1.0)))
+    assert slow.seconds == plain.seconds
+    assert [item.action.stage for item in slow.collectives[0]] == [2, 0]
+    assert slow.compute == plain.compute
+
+
+def test_replicas_that_share_a_stage_evenly_are_one_fast_rank():
+    """Durations are those of the largest part, so without a network nothing changes."""
+    for name in SCHEDULE_NAMES:
+        schedule = make_schedule(name, 3, 4)
+        times = Durations.equal(schedule.num_stages, forward=1.5)
+        ranks = {place: team for place, team in enumerate(([0], [1, 2], [3, 4, 5, 6]))}
+        stage_ranks = [ranks[place] for place in schedule.placement[0]]
+        lowered = lower(schedule, replicas=replicas_of(schedule, stage_ranks, samples=8))
+        assert simulate(lowered, Machinery(times)).seconds == pytest.approx(makespan(schedule, times))
+
+
+def test_uneven_parts_take_their_share():
+    """Seven samples on two ranks, 3 and 4: the second sets the pace, the first idles a quarter."""
+    schedule = make_schedule("gpipe", 2, 5)
+    lowered = lower(schedule, replicas=replicas_of(schedule, [[0, 1], [2]], samples=7))
+    timeline = simulate(lowered, Machinery(Durations.equal(2)))
+    assert timeline.seconds == pytest.approx(3 * (5 + 1))
+    busy = [sum(item.end - item.start for item in line) for line in timeline.compute]
+    assert busy == pytest.approx([15 * 3 / 4, 15, 15])
+
+
+def test_a_redistributed_message_takes_its_part_of_the_wire():
+    """One rank sends a micro-batch in two halves over two links at once; over one shared link in turns."""
+    schedule = make_schedule("gpipe", 2, 1)
+    lowered = lower(schedule, replicas=replicas_of(schedule, [[0], [1, 2]], samples=4))
+    wire, both = Wire(latency=0.5, seconds=2.0), {(0, 1): "out", (0, 2): "out", (1, 0): "in", (2, 0): "in"}
+    own = simulate(lowered, Machinery(Durations.equal(2), wire))
+    assert own.seconds == pytest.approx(6 + 2 * (0.5 + 1.0))
+    # The second half leaves a second later, and its gradient comes back a second later, when the link is free.
+    shared = simulate(lowered, Machinery(Durations.equal(2), wire, links=both))
+    assert shared.seconds == pytest.approx(6 + 2 * (0.5 + 1.0) + 1.0)
+
+
+def test_wires_that_differ_by_border():
+    lowered = lower(make_schedule("gpipe", 3, 1))
+    wires = (Wire(seconds=1.0), Wire(latency=0.5))
+    timeline = simulate(lowered, Machinery(Durations.equal(3), wires=wires))
+    assert timeline.seconds == pytest.approx(9 + 2 * (1.0 + 0.5))
+
+
+def test_a_team_gathers_when_its_last_rank_has_come():
+    """Of 3 samples the second of two ranks has 2, so its forward is longer, and both gather when it is done."""
+    schedule = make_schedule("gpipe", 1, 2)
+    lowered = lower(schedule, Extras("each"), replicas=replicas_of(schedule, [[0, 1]], samples=3))
+    timeline = simulate(lowered, Machinery(Durations.equal(1), gather=(0.25,), reduce=(0.5,)))
+    assert timeline.collectives[0] == timeline.collectives[1]
+    starts = [item.start for item in timeline.collectives[0]]
+    assert starts == pytest.approx([0.0, 1.25, 2.5, 4.75, 7.0])  # F, F, B, B, reduction
+    assert timeline.seconds == pytest.approx(7.5)
+
+
 def test_trace_opens_in_perfetto():
-    timeline = simulate(lower(make_schedule("zb-h1", 2, 3)), Machinery(Durations.equal(2), Wire(seconds=0.1)))
-    events = json.loads(as_trace(timeline, "zb-h1"))["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == sum(map(len, timeline.compute + timeline.messages))
-    assert {"ph", "name", "pid", "tid", "ts", "dur"} <= next(
-        event for event in events if event["ph"] == "X"
-    ).keys()
+    lowered = lower(make_schedule("zb-h1", 2, 3))
+    machinery = Machinery(Durations.equal(2), Wire(seconds=0.1), activation_bytes=(10, 20))
+    timeline = simulate(lowered, machinery)
+    events = json.loads(as_trace(lowered, timeline, machinery))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == sum(map(len, timeline.compute + timeline.messages + timeline.collectives))
+    assert {"name", "pid", "tid", "ts", "dur", "args"} <= slices[0].keys()
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0 (stage 0)",
+        "rank 1 (stage 1)",
+    }
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert starts.keys() == ends.keys()
+    assert len(starts) == 2 * 3  # an arrow a message
+    at = {(e["pid"], e["tid"], e["ts"]) for e in slices}
+    for arrow in [*starts.values(), *ends.values()]:
+        assert (arrow["pid"], arrow["tid"], arrow["ts"]) in at  # arrows begin and end on slices
+    assert all(starts[number]["ts"] + 1e5 <= ends[number]["ts"] + 1e-3 for number in starts)
+    for name, unit, peak in (("memory", "bytes", 20), ("activations kept", "count", 2)):
+        curve = [e["args"][unit] for e in events if e["name"] == name and e["pid"] == 0]
+        assert (max(curve), curve[-1]) == (peak, 0)
 
 
 def test_a_large_pipeline_loses_nothing():
     timeline = simulate(lower(make_schedule("1f1b", 64, 64)), Machinery(Durations.equal(64), Wire(0.1, 0.01)))
-    assert all(len(line) == 2 * 64 + 1 for line in timeline.compute)
+    assert all(len(line) == 2 * 64 for line in timeline.compute)
+    assert all(len(line) == 1 for line in timeline.collectives)
+    assert sum(map(len, timeline.messages)) == 2 * 63 * 64
