@@ -141,6 +141,32 @@ def test_lesson_5_splits_memory_by_the_formulas(run_lesson):
     assert parities(output) == [(policy, "4", "2") for policy in ("ddp", "zero1", "zero2", "zero3")]
 
 
+def test_lesson_8_draws_pipelines_and_their_figures(run_lesson):
+    output = run_lesson(8)
+    bubbles = re.findall(
+        r"^([\w-]+) · (\d) ranks.* · (\d) micro-batch(?:es)? · bubble ([\d.]+)%", output, re.MULTILINE
+    )
+    assert ("serial", "2", "1", "50.0") in bubbles
+    assert ("gpipe", "2", "4", "20.0") in bubbles  # 1/5
+    assert {b for name, p, _, b in bubbles if name in ("gpipe", "1f1b") and p == "4"} == {"27.3"}  # 3/11
+    assert re.findall(r"V = (\d) .* ([\d.]+) %", output) == [("1", "37.5"), ("2", "18.8"), ("4", "9.4")]
+    kept = dict(re.findall(r"^  ([\w-]+) +[\d.]+% idle, ([\d.]+) kept$", output, re.MULTILINE))
+    assert {name: kept[name] for name in ("serial", "gpipe", "1f1b", "zb-h1", "zb-h2", "dualpipe")} == {
+        "serial": "1",
+        "gpipe": "8",
+        "1f1b": "4",
+        "zb-h1": "4",
+        "zb-h2": "7",
+        "dualpipe": "5",
+    }
+    units = {name: int(u) for name, u in re.findall(r"^  (\S.*?) +█+ +(\d+) units$", output, re.MULTILINE)}
+    # Nothing is faster than the slow stage's 8 · 6 behind the first two forwards; one activation is a relay's.
+    assert units["searched, keeps 2"] == 2 + 8 * 6 <= min(units.values())
+    assert units["searched, keeps 1"] > units["gpipe"]
+    assert "rank 1 → rank 3: samples [3]\n  rank 1 → rank 4: samples [4, 5]" in output
+    assert "deadlock: rank 0 in 1send_activation1@1, rank 1 in 0send_gradient0@0" in output
+
+
 def test_lesson_13_breaks_it_and_finds_it(run_lesson, monkeypatch):
     compared = []
 
