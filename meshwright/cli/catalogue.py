@@ -362,6 +362,13 @@ CATALOGUE = (
         "Take larger micro-batches, or fewer replicas.",
     ),
     CodeEntry(
+        "E233",
+        "a schedule file that is wrong",
+        "A line a rank, a cell an action such as 0F0; each stage has one forward and one whole backward (B, or I and "
+        "W) for each micro-batch, on one rank, in an order that does not stand still.",
+        "Correct what the message names; meshwright draw --schedule 1f1b --out own.csv writes one to start from.",
+    ),
+    CodeEntry(
         "E240",
         "a word that plan.recompute does not know",
         "plan.recompute is none, full, selective, every:k, constant, offload or budget:BYTES, for all repeated blocks, "

@@ -38,7 +38,7 @@ def draw(  # noqa: PLR0913 - each is an option of the command
         typer.Option(help="all_reduce, all_gather ... (before and after), or ring, tree ... (step by step)."),
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-v ... over time.")
+        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-v ... or your own FILE.csv, over time.")
     ] = None,
     graph: Annotated[
         str | None,

@@ -15,11 +15,14 @@ from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.check import peak_in_flight
 from meshwright.schedule.draw import as_svg, as_text
 from meshwright.schedule.lower import lower
+from meshwright.schedule.reading import read_schedule
 from meshwright.schedule.replicas import replicas_of
 from meshwright.schedule.timing import Durations, bubble_of
 from meshwright.simulation.machinery import Machinery, Wire
 from meshwright.simulation.timeline import simulate
 from meshwright.simulation.trace import as_trace
+
+_FILES = (".csv", ".txt")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Pipeline:
     """What the command line says of a pipeline.
 
     Attributes:
-        name: of the schedule.
+        name: of the schedule, or a file with one of one's own; that needs no other numbers.
         stages: ranks of the pipeline.
         microbatches: of a step.
         chunks: stages a rank.
@@ -52,7 +55,7 @@ def draw_schedule(pipeline: Pipeline, *, csv: bool, trace: Path | None) -> tuple
 
     Raises:
         ConfigError: E109 for times or replicas that cannot be read.
-        PlanError: E230 to E232.
+        PlanError: E230 to E233.
     """
     made, times = _made(pipeline)
     stage_ranks = _stage_ranks(made, pipeline)
@@ -89,6 +92,11 @@ def draw_schedule(pipeline: Pipeline, *, csv: bool, trace: Path | None) -> tuple
 def _made(pipeline: Pipeline) -> tuple[Schedule, Durations]:
     """The schedule, a searched one for its times, and the times."""
     name, sizes = pipeline.name, (pipeline.stages, pipeline.microbatches)
+    if Path(name).suffix in _FILES:
+        if not Path(name).is_file():
+            raise ConfigError("E109", f"--schedule {name}: there is no such file")
+        made = read_schedule(Path(name).read_text(encoding="utf-8"), name=Path(name).name)
+        return made, _durations(pipeline, made.num_stages)
     if not 0 <= pipeline.transfer < float("inf"):
         raise ConfigError("E109", f"--transfer {pipeline.transfer}: seconds of a message, 0 or more")
     if name == "searched" and min(*sizes, pipeline.chunks or 1) > 0:

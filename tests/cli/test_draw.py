@@ -128,6 +128,15 @@ def test_a_searched_schedule_is_searched_for_its_times():
     assert seconds["searched"] < seconds["1f1b"]
 
 
+def test_a_schedule_of_ones_own_comes_back(tmp_path):
+    csv = tmp_path / "own.csv"
+    for name in ("1f1b", "interleaved", "zb-v", "dualpipe"):
+        sizes = ("--stages", "3", "--microbatches", "4", "--json")
+        programs = json.loads(call("--schedule", name, *sizes, "--out", str(csv)).stdout)["programs"]
+        printed = json.loads(call("--schedule", str(csv), "--json").stdout)
+        assert (printed["schedule"], printed["programs"]) == ("own.csv", programs)
+
+
 def test_a_schedule_with_replicas_and_its_trace(tmp_path):
     trace, zipped = tmp_path / "step.json", tmp_path / "step.json.gz"
     for out in (trace, zipped):

@@ -10,6 +10,7 @@ import pytest
 from meshwright.errors import PlanError
 from meshwright.schedule.action import COMPUTE, Action, Replicas, Schedule
 from meshwright.schedule.catalogue import SCHEDULE_NAMES, make_schedule
+from meshwright.schedule.check import problem_of
 from meshwright.schedule.check_lowered import problem_of_lowered
 from meshwright.schedule.lower import Extras, computations, lower
 from meshwright.schedule.replicas import replicas_of
@@ -222,3 +223,16 @@ def test_mutants_are_judged_as_running_them_judges(with_replicas, num_mutants):
         right_anyway += right
     assert wrong > num_mutants / 2
     assert right_anyway > num_mutants / 50  # orders that differ and are right are not rejected
+
+
+def test_mutants_before_lowering_are_judged_as_running_them_judges():
+    """Orders of computations alone, as one writes them: what the checker accepts, lowers to what is right."""
+    rng = random.Random(12)
+    whole = [make_schedule(name, p, m) for name in SCHEDULE_NAMES for p, m in SMALL]
+    verdicts = {True: 0, False: 0}
+    for number in range(NUM_MUTANTS // 5):
+        mutant = mutate(rng.choice(whole), rng)
+        right = is_right(lower(mutant), blocking=number % 2 == 0, seed=number)
+        assert (problem_of(mutant) is None) == right, mutant
+        verdicts[right] += 1
+    assert min(verdicts.values()) > 100

@@ -8,6 +8,7 @@ from meshwright.errors import PlanError
 from meshwright.schedule.action import Schedule, read_programs, to_text
 from meshwright.schedule.catalogue import SCHEDULE_NAMES, make_schedule
 from meshwright.schedule.check import peak_in_flight, problem_of
+from meshwright.schedule.reading import read_schedule
 from meshwright.schedule.timing import Durations, bubble_of, makespan, run
 
 SIZES = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 24, 32)]
@@ -40,18 +41,20 @@ def test_searched_is_right():
         assert problem_of(make_schedule("searched", p, m)) is None, (p, m)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param(ALL_SIZES, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_bubble_of_gpipe_and_1f1b(name):
-    for p, m in SIZES:
+def test_bubble_of_gpipe_and_1f1b(name, sizes):
+    for p, m in sizes:
         schedule, times = make_schedule(name, p, m), Durations.equal(p)
         ideal = 3 * m
         assert makespan(schedule, times) / ideal - 1 == pytest.approx((p - 1) / m)
         assert bubble_of(schedule, times) == pytest.approx((p - 1) / (m + p - 1))
 
 
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param(ALL_SIZES, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_bubble_of_interleaved(chunks):
-    for p, m in [(p, m) for p, m in SIZES if m % p == 0]:
+def test_bubble_of_interleaved(chunks, sizes):
+    for p, m in [(p, m) for p, m in sizes if m % p == 0]:
         schedule, times = make_schedule("interleaved", p, m, num_chunks=chunks), Durations.equal(p * chunks)
         assert makespan(schedule, times) / (3 * m * chunks) - 1 == pytest.approx((p - 1) / (chunks * m))
         assert bubble_of(schedule, times) == pytest.approx((p - 1) / (chunks * m + p - 1))
@@ -90,8 +93,13 @@ def test_relay_on_two_devices():
     assert bubble_of(make_schedule("gpipe", 2, 4), times) == pytest.approx(1 / 5)
 
 
-@pytest.mark.parametrize(("p", "m"), FEW)
-def test_activations_in_flight(p, m):
+@pytest.mark.parametrize("sizes", [FEW, pytest.param(ALL_SIZES, marks=pytest.mark.parity)])
+def test_activations_in_flight(sizes):
+    for p, m in sizes:
+        check_activations(p, m)
+
+
+def check_activations(p: int, m: int) -> None:
     peaks = {name: peak_in_flight(make_schedule(name, p, m)) for name in SCHEDULE_NAMES if name != "searched"}
     assert peaks["serial"] == [1] * p
     assert peaks["gpipe"] == [m] * p
@@ -101,7 +109,7 @@ def test_activations_in_flight(p, m):
     assert peaks["zb-v"] == [min(2 * m, m + rank + 1, 2 * p) for rank in range(p)]
     assert max(peaks["dualpipe"]) <= p + 1
     if m % p == 0:
-        for chunks in (1, 2, 3):
+        for chunks in (1, 2, 3, 4):
             found = peak_in_flight(make_schedule("interleaved", p, m, num_chunks=chunks))
             stated = [(chunks - 1) * p + 2 * (p - rank - 1) + 1 for rank in range(p)]
             assert found == [min(chunks * m, peak) for peak in stated]
@@ -137,6 +145,30 @@ def test_what_is_wrong_is_named(programs, text):
     found = problem_of(Schedule("wrong", 2, 1, ((0, 1),), read_programs(programs)))
     assert found is not None
     assert text in found
+
+
+def test_a_schedule_is_read_with_its_placement():
+    for name in SCHEDULE_NAMES:
+        schedule = make_schedule(name, 3, 4)
+        read = read_schedule(to_text(schedule, csv=True), name=name)
+        assert read == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0B0\n1X0", r"own: line 2: '1X0' is no action; write e.g. 0F0"),
+        ("0F0 0B0\n2F0 2B0", "own: no rank runs stage 1"),
+        ("0F0 0B0\n0F1 0B1", r"own: 0F1 is on rank 1, and stage 0 is on rank 0 too; .* e.g. 0F0/1"),
+        ("0F0 0B0 1F1/1 1B1/1\n1F0 1B0", "own: no rank runs stage 0 in slot 1"),
+        ("0F0 0B0\n1B0 1F0", "own: rank 0 waits for ever before 0B0"),
+        ("", "own: no rank runs stage 0"),
+    ],
+)
+def test_a_wrong_file_is_refused(text, message):
+    with pytest.raises(PlanError, match=message) as caught:
+        read_schedule(text, name="own")
+    assert caught.value.code == "E233"
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,16 @@ def test_never_worse_than_a_named_schedule(num_instances):
     rng = random.Random(3)
     for _ in range(num_instances):
         p, m = rng.randrange(1, 6), rng.randrange(1, 9)
-        times = random_durations(rng, p)
-        found = searched(p, m, times, max_nodes=300)
+        names = rng.choice((("serial", "gpipe", "1f1b", "zb-h1", "zb-h2"), ("interleaved",), ("zb-v",)))
+        named = [make_schedule(name, p, m) for name in names]
+        times = random_durations(rng, named[0].num_stages)
+        limits = rng.choice((None, [rng.randrange(2, 2 * p + 2)] * p))
+        found = searched(p, m, times, placement=named[0].placement[0], limits=limits, max_nodes=300)
         assert problem_of(found.schedule) is None
         assert makespan(found.schedule, times) == pytest.approx(found.seconds)
-        for name in ("serial", "gpipe", "1f1b", "zb-h1", "zb-h2"):
-            assert found.seconds <= makespan(make_schedule(name, p, m), times) + 1e-9
+        for schedule in named:
+            if limits is None or max(peak_in_flight(schedule)) <= limits[0]:
+                assert found.seconds <= makespan(schedule, times) + 1e-9
 
 
 def orders(rank: int, m: int, limit: int | None) -> list[tuple[Action, ...]]:
@@ -59,7 +63,9 @@ def brute_force(p: int, m: int, times: Durations, limits: tuple[int, ...] | None
     return best
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(s, marks=pytest.mark.parity) for s in range(6, 60))]
+)
 def test_equal_to_brute_force_on_tiny_cases(seed):
     rng = random.Random(seed)
     times = random_durations(rng, 2)
