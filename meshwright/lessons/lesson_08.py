@@ -51,7 +51,8 @@ def main() -> None:
     print(
         "\n6. The third stage takes twice as long: a search finds an order for it, within a limit of activations.\n"
     )
-    times = Durations(*([(1.0, 1.0, 2.0, 1.0)] * 3))
+    slow = (1.0, 1.0, 2.0, 1.0)
+    times = Durations(slow, slow, slow)
     found = {name: makespan(make_schedule(name, P, M), times) for name in ("gpipe", "1f1b", "zb-h1")}
     found |= {f"searched, keeps {k}": searched(P, M, times, limits=(k,) * P).seconds for k in (1, 2)}
     print(bars(found, unit="units"))
