@@ -344,8 +344,8 @@ CATALOGUE = (
     CodeEntry(
         "E230",
         "a pipeline schedule that does not exist",
-        "No schedule has this name, or its numbers make none: ranks, micro-batches and chunks are at least 1, and only "
-        "interleaved and searched schedules have a choice of chunks.",
+        "No schedule has this name, or its numbers make none: ranks, micro-batches and chunks are at least 1, only "
+        "interleaved and searched schedules have a choice of chunks, and only searched ones of activations to keep.",
         "Take a schedule that the message names; meshwright draw --schedule NAME shows each.",
     ),
     CodeEntry(
@@ -367,6 +367,13 @@ CATALOGUE = (
         "A line a rank, a cell an action such as 0F0; each stage has one forward and one whole backward (B, or I and "
         "W) for each micro-batch, on one rank, in an order that does not stand still.",
         "Correct what the message names; meshwright draw --schedule 1f1b --out own.csv writes one to start from.",
+    ),
+    CodeEntry(
+        "E234",
+        "no schedule keeps so few activations",
+        "A micro-batch goes forward through all stages of a rank before its backward frees any, so a rank keeps at "
+        "least one activation for each of its stages.",
+        "Allow more, or put fewer stages on a rank.",
     ),
     CodeEntry(
         "E240",

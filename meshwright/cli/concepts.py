@@ -55,6 +55,21 @@ Weights travel in 16 bits. Buffers and batch normalisation stay float32. Set pla
         ("mixed precision", "precision", "masters", "bfloat16"),
     ),
     Concept(
+        "bubble",
+        "the time in which the ranks of a pipeline wait",
+        """\
+A model is cut into P stages, a rank each; M micro-batches follow each other through them. The first reaches
+the last rank after P-1 forwards, and its backward needs as long to come back: meanwhile ranks wait.
+Two ratios have this name: (P-1)/M of the time of the work, or (P-1)/(M+P-1) of the step. V stages a rank
+(interleaved) divide it by V; a backward in two parts (zero bubble) fills it with gradients of weights.
+Only order and memory differ: every schedule computes the same sums. meshwright learn 8 draws them.""",
+        """\
+  rank 0  F0 F1 F2 F3 .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
+  rank 1  .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. ..
+  P = 2, M = 4: 3 of 15 units each, 1/5 of the step""",
+        ("pipeline", "gpipe", "1f1b", "interleaved", "zero bubble"),
+    ),
+    Concept(
         "fp16",
         "16-bit floats with a small range, and the loss scale that keeps gradients in it",
         """\

@@ -57,6 +57,7 @@ def draw(  # noqa: PLR0913 - each is an option of the command
         ),
     ] = None,
     transfer: Annotated[float, typer.Option(help="Seconds of a message (schedules).")] = 0.0,
+    keep: Annotated[int | None, typer.Option(help="Most activations that a rank keeps (searched).")] = None,
     replicas: Annotated[
         str | None, typer.Option(help="Ranks that share each rank's micro-batches, e.g. 1,2,2,1 (schedules).")
     ] = None,
@@ -91,7 +92,17 @@ def draw(  # noqa: PLR0913 - each is an option of the command
 
         text, svg, facts = draw_graph(graph, (batch, sequence), json=suffix == ".json")
     else:
-        pipeline = Pipeline(schedule or "", stages, microbatches, chunks, times, transfer, replicas, samples)
+        pipeline = Pipeline(
+            name=schedule or "",
+            stages=stages,
+            microbatches=microbatches,
+            chunks=chunks,
+            times=times,
+            transfer=transfer,
+            keep=keep,
+            replicas=replicas,
+            samples=samples,
+        )
         text, svg, facts = draw_schedule(pipeline, csv=suffix == ".csv", trace=trace)
     if out is not None:
         out.write_text(svg, encoding="utf-8")

@@ -36,6 +36,7 @@ class Pipeline:
         chunks: stages a rank.
         times: "F/I/W" in seconds, one for all stages or one a stage.
         transfer: seconds of a message.
+        keep: most activations that a rank keeps; None: any.
         replicas: ranks in the place of each rank, e.g. "1,2,2,1".
         samples: of a micro-batch.
     """
@@ -46,6 +47,7 @@ class Pipeline:
     chunks: int | None
     times: str | None
     transfer: float
+    keep: int | None
     replicas: str | None
     samples: int | None
 
@@ -55,7 +57,7 @@ def draw_schedule(pipeline: Pipeline, *, csv: bool, trace: Path | None) -> tuple
 
     Raises:
         ConfigError: E109 for times or replicas that cannot be read.
-        PlanError: E230 to E233.
+        PlanError: E230 to E234.
     """
     made, times = _made(pipeline)
     stage_ranks = _stage_ranks(made, pipeline)
@@ -101,8 +103,10 @@ def _made(pipeline: Pipeline) -> tuple[Schedule, Durations]:
         raise ConfigError("E109", f"--transfer {pipeline.transfer}: seconds of a message, 0 or more")
     if name == "searched" and min(*sizes, pipeline.chunks or 1) > 0:
         times = _durations(pipeline, pipeline.stages * (pipeline.chunks or 1))
-        return make_schedule(name, *sizes, num_chunks=pipeline.chunks, durations=times), times
-    made = make_schedule(name, *sizes, num_chunks=pipeline.chunks)
+        return make_schedule(
+            name, *sizes, num_chunks=pipeline.chunks, durations=times, keep=pipeline.keep
+        ), times
+    made = make_schedule(name, *sizes, num_chunks=pipeline.chunks, keep=pipeline.keep)
     return made, _durations(pipeline, made.num_stages)
 
 

@@ -37,6 +37,7 @@ def make_schedule(
     *,
     num_chunks: int | None = None,
     durations: Durations | None = None,
+    keep: int | None = None,
 ) -> Schedule:
     """The schedule called `name`.
 
@@ -46,9 +47,10 @@ def make_schedule(
         num_microbatches: micro-batches of a step.
         num_chunks: stages a rank (interleaved, searched); None: 2 of interleaved, else 1.
         durations: of each stage (searched); None: all alike.
+        keep: most stage activations that a rank may keep (searched); None: any.
 
     Raises:
-        PlanError: E230 for an unknown name, or numbers below 1.
+        PlanError: E230 for an unknown name, numbers below 1, or a choice that the schedule has not; E234.
     """
     if name not in SCHEDULE_NAMES:
         near = difflib.get_close_matches(name, SCHEDULE_NAMES, 1)
@@ -59,11 +61,16 @@ def make_schedule(
             "E230",
             f"{num_ranks} ranks, {num_microbatches} micro-batches, {num_chunks or 1} chunks: each is at least 1",
         )
+    if keep is not None and name != "searched":
+        raise PlanError(
+            "E230", f"{name} has no choice of activations to keep, and {keep} were asked for; searched has."
+        )
     if name == "interleaved":
         return interleaved(num_ranks, num_microbatches, num_chunks or DEFAULT_CHUNKS)
     if name == "searched":
         times = durations or Durations.equal(num_ranks * (num_chunks or 1))
-        return searched(num_ranks, num_microbatches, times).schedule
+        limits = None if keep is None else (keep,) * num_ranks
+        return searched(num_ranks, num_microbatches, times, limits=limits).schedule
     if num_chunks not in (None, {"zb-v": 2}.get(name, 1)):
         raise PlanError(
             "E230", f"{name} has no choice of chunks, and {num_chunks} were asked for; interleaved has."

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from meshwright.errors import PlanError
 from meshwright.schedule.action import Action, Program, Schedule
 from meshwright.schedule.check import gives, needs_of, peak_in_flight
 from meshwright.schedule.gpipe import gpipe
@@ -65,7 +66,7 @@ def searched(
         max_nodes: budget of the branch and bound.
 
     Raises:
-        ValueError: no order keeps the limits.
+        PlanError: E234 where no order keeps the limits.
     """
     num_stages = len(durations.forward)
     ranks = tuple(placement) if placement is not None else tuple(s % num_ranks for s in range(num_stages))
@@ -83,7 +84,11 @@ def searched(
         if best is None or seconds < best.seconds - _EPSILON:
             best = Found(replace(schedule, name="searched"), seconds, False, name)
     if best is None:
-        raise ValueError(f"no order of {num_stages} stages keeps at most {list(limits or ())} activations")
+        raise PlanError(
+            "E234",
+            f"no order of {num_stages} stages on {num_ranks} ranks keeps at most {list(limits or ())} activations by "
+            "rank; a rank keeps at least one for each of its stages.",
+        )
     if best.seconds <= _least_seconds(shop) + _EPSILON:
         return replace(best, is_optimal=True)
     if num_stages * num_microbatches * 3 > _MOST_ACTIONS:

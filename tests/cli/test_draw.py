@@ -128,6 +128,12 @@ def test_a_searched_schedule_is_searched_for_its_times():
     assert seconds["searched"] < seconds["1f1b"]
 
 
+def test_a_searched_schedule_keeps_a_limit():
+    arguments = ("--schedule", "searched", "--stages", "3", "--microbatches", "4", "--json")
+    for keep in (1, 2):
+        assert json.loads(call(*arguments, "--keep", str(keep)).stdout)["activations"] == [keep] * 3
+
+
 def test_a_schedule_of_ones_own_comes_back(tmp_path):
     csv = tmp_path / "own.csv"
     for name in ("1f1b", "interleaved", "zb-v", "dualpipe"):

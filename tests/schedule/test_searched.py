@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from meshwright.errors import PlanError
 from meshwright.schedule.action import Action, Schedule
 from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.check import peak_in_flight, problem_of
@@ -85,5 +86,8 @@ def test_limits_are_kept():
 
 
 def test_a_limit_that_nothing_keeps():
-    with pytest.raises(ValueError, match="keeps at most \\[1\\]"):
+    with pytest.raises(
+        PlanError, match=r"keeps at most \[1\] activations by rank; a rank keeps at least one"
+    ) as caught:
         searched(1, 2, Durations.equal(2), placement=(0, 0), limits=(1,))
+    assert caught.value.code == "E234"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 
 import pytest
 
@@ -22,6 +23,18 @@ def test_equal_to_the_schedule_without_a_network(name, p, m):
     schedule = make_schedule(name, p, m)
     times = Durations.equal(schedule.num_stages)
     assert simulate(lower(schedule), Machinery(times)).seconds == pytest.approx(makespan(schedule, times))
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_equal_to_the_schedule_of_unequal_stages_with_latency(name):
+    """Two ways to the same times: the walk over the schedule, and the events of its lowered form."""
+    rng = random.Random(name)
+    for p, m in ((2, 3), (3, 7), (5, 4)):
+        schedule = make_schedule(name, p, m)
+        rows = [tuple(rng.uniform(0.5, 3.0) for _ in range(schedule.num_stages)) for _ in range(3)]
+        times = Durations(*rows, transfer=rng.uniform(0.0, 2.0))
+        timeline = simulate(lower(schedule), Machinery(times, Wire(latency=times.transfer)))
+        assert timeline.seconds == pytest.approx(makespan(schedule, times))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32)])
