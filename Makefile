@@ -24,11 +24,12 @@ test: $(STAMP)      ## lint, types and all tests (< 8 min on 2 cores)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
-parity: $(STAMP)    ## full products of the parity and fault tests; resumable, table in docs/parity.md
+parity: $(STAMP)    ## full products of the parity and fault tests; resumable, tables in docs/parity.md and docs/memory.md
 	$(BIN)/python -m tests.parity.matrix
 	$(BIN)/python -m tests.parity.faults
 	$(BIN)/python -m tests.parity.faults --transport shm
 	$(BIN)/python -m tests.parity.trials
+	$(BIN)/python -m tests.parity.ledger
 	$(BIN)/python -m pytest -m parity
 
 lint: $(STAMP)

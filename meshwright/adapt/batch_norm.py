@@ -16,6 +16,7 @@ Limits: every rank must run the same layers in the same order; no double backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -40,7 +41,15 @@ _DIMS: Mapping[type[nn.Module], tuple[int, ...]] = MappingProxyType(
 )
 
 
-def install(model: nn.Module, group: Group) -> Callable[[], None]:
+@dataclass(frozen=True)
+class GroupOnPaper:
+    """Ranks that are not there, for runs without memory: sums over them are this rank's own."""
+
+    size: int
+    axis: str = "dp"
+
+
+def install(model: nn.Module, group: Group | GroupOnPaper) -> Callable[[], None]:
     """Synchronise every batch normalisation of `model` over `group`; subclasses and replaced forwards stay.
 
     Returns:
@@ -79,7 +88,7 @@ def micro_step_warnings(model: nn.Module, *, num_microbatches: int) -> list[str]
     ]
 
 
-def _forward(module: BatchNorm, group: Group, x: Tensor) -> Tensor:
+def _forward(module: BatchNorm, group: Group | GroupOnPaper, x: Tensor) -> Tensor:
     # Private, as torch.utils.checkpoint has it: nothing public tells backward from forward (guarded by a test).
     recomputes = torch._C._current_graph_task_id() != -1
     if not module.training or (group.size == 1 and not recomputes):
@@ -129,27 +138,34 @@ def num_sums(x: Tensor) -> int:
     return 2 if x.dtype == torch.float64 else 1
 
 
-def _global_statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def _sum(values: Tensor, group: Group | GroupOnPaper, *, cause: str) -> None:
+    if not isinstance(group, GroupOnPaper):
+        ops.all_reduce(values, group, cause=cause).wait()
+
+
+def _global_statistics(x: Tensor, group: Group | GroupOnPaper) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance `(C,)` float64 over all ranks, and elements per channel `()`; see [Note: one sum]."""
     mean, var, count = _local_statistics(x)
     mean, var, counts = mean.double(), var.double(), mean.new_full((1,), count, dtype=torch.float64)
     if num_sums(x) == 2:
         return _two_sums(mean, var, counts, group)
     sums = torch.cat([mean * count, (var + mean * mean) * count, counts])
-    ops.all_reduce(sums, group, cause="batch statistics").wait()
+    _sum(sums, group, cause="batch statistics")
     total = sums[-1]
     mean, square = (sums[:-1] / total).chunk(2)
     return mean, (square - mean * mean).clamp_min_(0.0), total
 
 
-def _two_sums(mean: Tensor, var: Tensor, count: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def _two_sums(
+    mean: Tensor, var: Tensor, count: Tensor, group: Group | GroupOnPaper
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same in two all-reduces, without cancellation."""
     sums = torch.cat([mean * count, count])
-    ops.all_reduce(sums, group, cause="batch means").wait()
+    _sum(sums, group, cause="batch means")
     total = sums[-1]
     global_mean = sums[:-1] / total
     squares = (var + (mean - global_mean).square()) * count
-    ops.all_reduce(squares, group, cause="batch statistics").wait()
+    _sum(squares, group, cause="batch statistics")
     return global_mean, squares / total, total
 
 
@@ -158,7 +174,12 @@ class _SyncedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: Group | GroupOnPaper,
     ) -> tuple[Tensor, ...]:
         mean, var, count = _global_statistics(x, group)
         # The count is known to be enough where this rank alone has it; asking costs a wait for a GPU.
@@ -189,7 +210,7 @@ class _SyncedNorm(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([sum_grad, sum_product]).double()
-            ops.all_reduce(sums, ctx.group, cause="batch statistics gradient").wait()
+            _sum(sums, ctx.group, cause="batch statistics gradient")
             mean_grad, mean_product = (part.view(shape) for part in (sums / count).to(grad.dtype).chunk(2))
             scale = inverse if weight is None else inverse * weight
             grad_x = (grad - mean_grad - normalised * mean_product).mul_(scale.view(shape)).to(x.dtype)

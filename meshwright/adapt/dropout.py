@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshwright.adapt.attention import attention_with_dropout, weights_shape
-from meshwright.comm.rng import Draw, MicroStep, fold
+from meshwright.comm.rng import Draw, MicroStep, fold, scratch_words
 from meshwright.errors import NumericsError, PlanError
 
 DropoutKind = Literal["stateless", "native"]
@@ -190,8 +190,11 @@ class _ShapeDraw(Draw):
     """Keeps everything, with a mask all the same."""
 
     def keep(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """See `Draw`."""
-        return torch.ones(stop - start, dtype=torch.bool, device=device)
+        """See `Draw`; takes as much memory meanwhile."""
+        kept = torch.ones(stop - start, dtype=torch.bool, device=device)
+        numel, count = scratch_words(stop - start, device)
+        _ = [torch.empty(numel, dtype=torch.int32, device=device) for _ in range(count)]
+        return kept
 
 
 class _ShapeScope(_Scope):

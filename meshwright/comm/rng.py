@@ -110,6 +110,12 @@ def keep_mask(numel: int, *, key: int, first: int, drop_probability: float, devi
     return kept
 
 
+def scratch_words(numel: int, device: torch.device) -> tuple[int, int]:
+    """(int32 words of a pass, how many such tensors there are at once) while `keep_mask` makes `numel` elements."""
+    in_a_pass = (_GPU_BLOCKS if device.type == "cuda" else _CPU_BLOCKS) * _LANES
+    return min(numel, in_a_pass), 2 if numel <= in_a_pass else 3
+
+
 @dataclass(frozen=True)
 class Draw:
     """The random bits of one call, as far as they belong to the part of its tensor that this rank holds.

@@ -24,7 +24,7 @@ Simplification: parameters of no bucket (not trained and not sharded) and activa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from meshwright.layout.bucket import Bucket, Unit
@@ -185,19 +185,23 @@ def memory_bytes(
     index: int = 0,
     offload: bool = False,
     gathers_in_place: bool = False,
+    gathered_at_once: int = 2,
 ) -> MemoryBytes:
     """Bytes of weights and gradients that rank `index` holds from its first backward on, at every moment of a step.
 
     Ranks differ with whole ownership only. Buffers of gathered weights and open gradients are kept for reuse, so
     nothing grows or shrinks inside a step. For models that use every unit once, in order, and whose gradients come in
     reverse order. `offload`: whether masters and optimizer state are in host memory. `gathers_in_place`: whether ranks
-    share memory, so that gathered weights are the shards themselves.
+    share memory, so that gathered weights are the shards themselves. `gathered_at_once`: blocks whose weights are held
+    together; one more than 2 where blocks run again while another waits for its backward.
     """
     buckets, trained = _all(units), _trained(units)
     shards = buckets[0].num_shards if buckets else 1
     transient = policy.shards_parameters and shards > 1
     sums_in_shard = policy.shards_gradients and shards > 1
-    gathered = 0 if gathers_in_place else _pool_bytes(policy, units, trained_only=False)
+    gathered = (
+        0 if gathers_in_place else _pool_bytes(policy, units, trained_only=False, most=gathered_at_once)
+    )
     return MemoryBytes(
         weights=gathered if transient else _nbytes(buckets),
         weight_shards=_shard_bytes(buckets, index) if transient else 0,
@@ -209,8 +213,8 @@ def memory_bytes(
     )
 
 
-def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, trained_only: bool) -> int:
-    """Two buffers of the largest block of each kind, and for zero3 one of each root bucket's own size.
+def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, trained_only: bool, most: int = 2) -> int:
+    """`most` buffers of the largest block of each kind, and for zero3 one of each root bucket's own size.
 
     Two: of gradients, one fills while one is reduced; of weights, one is used while the next is gathered.
     """
@@ -226,7 +230,7 @@ def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, trained_only: 
                 total += nbytes
             else:
                 shared.setdefault(kind, []).append(nbytes)
-    return total + sum(max(sizes) * min(2, len(sizes)) for sizes in shared.values())
+    return total + sum(max(sizes) * min(most, len(sizes)) for sizes in shared.values())
 
 
 def owner_imbalance(units: Sequence[Unit], *, first_owner: int = 0) -> float:
@@ -240,13 +244,22 @@ def owner_imbalance(units: Sequence[Unit], *, first_owner: int = 0) -> float:
     return max(held) * len(held) / sum(held) if any(held) else 1.0
 
 
-def optimizer_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, optimizer: str, index: int = 0) -> int:
-    """Bytes of optimizer state on data-parallel rank `index`, once every parameter has been updated."""
+def optimizer_bytes(
+    policy: ShardingPolicy,
+    units: Sequence[Unit],
+    *,
+    optimizer: str,
+    index: int = 0,
+    used: Collection[str] | None = None,
+) -> int:
+    """Bytes of optimizer state on data-parallel rank `index`, once `used` parameters (None: all) have been updated."""
     total = 0
     for bucket in _trained(units):
         owners = bucket.num_shards if policy.shards_optimizer else 1
         hidden = {parameter.name for parameter in bucket.parameters if parameter.is_hidden}
         for piece in bucket.owned(index if owners > 1 else 0, owners):
+            if used is not None and piece.name not in used:
+                continue
             by_adamw = optimizer == "muon" and piece.name not in hidden
             slots, step_bytes = OPTIMIZER_SLOTS["adamw" if by_adamw else optimizer]
             total += (piece.stop - piece.start) * bucket.master_itemsize * slots + step_bytes

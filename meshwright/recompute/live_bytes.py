@@ -1,8 +1,8 @@
 """Bytes of live tensors while anything runs: real, fake or meta ones, on any device.
 
-Counts storages, not tensors: views and changes in place are free. A storage is counted from the operation that returns
-it to the end of its life, so memory inside of an operation (workspaces) and of storages that are resized is not seen.
-Linear in the number of operations, about 10 µs each.
+Counts storages, not tensors: views and changes in place are free. A storage is counted from the operation that makes
+it to the end of its life; one that was made unseen (before, or by a transport) is not. Memory inside of an operation
+(workspaces) and of storages that are resized is not seen. Linear in the number of operations, about 10 µs each.
 """
 
 from __future__ import annotations
@@ -64,16 +64,24 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            self._add(tensor)
+        new = [tensor for tensor in tensors_in(result) if self._is_unseen(storage_key(tensor))]
+        if new:
+            # What `torch.tensor` made has no operation but this one.
+            fresh = func is torch.ops.aten.lift_fresh.default
+            given = set() if fresh else {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+            for tensor in new:
+                self._add(tensor, given)
         if self.total > self.peak:
             self.peak, self.at_peak, self.peak_mark = self.total, dict(self.now), self._mark()
         return result
 
-    def _add(self, tensor: Tensor) -> None:
+    def _is_unseen(self, key: int) -> bool:
+        return key not in self._sizes and key not in self._known
+
+    def _add(self, tensor: Tensor, given: set[int]) -> None:
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
-        if key in self._sizes or key in self._known:
+        if not self._is_unseen(key) or key in given:
             return
         label, nbytes = self._label(), storage.nbytes()
         self._sizes[key] = (label, nbytes)

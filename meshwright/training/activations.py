@@ -6,8 +6,7 @@ linear in the number of operations: seconds for models of any size.
 
 Owns the twin. Must not know memory of weights, gradients and optimizers: `layout/accounting.py` has formulas for them.
 
-Simplifications: one rank's samples in one process, so batch statistics are of torch's own code; memory inside of
-operations is not seen.
+Simplifications: one rank's samples in one process; memory inside of operations is not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import default_collate
 
-from meshwright.adapt import dropout, linear, precision
+from meshwright.adapt import batch_norm, dropout, linear, precision
+from meshwright.capture.attention_masks import masks_as_in_training
 from meshwright.errors import PlanError
 from meshwright.layout.plan import TrainPlan
 from meshwright.layout.recompute import Recomputation, RecomputePlan
@@ -54,12 +54,14 @@ class Activations:
         logits: bytes at the peak that what follows the last block made: head and loss.
         kept: bytes between forward and backward.
         peak_at: the module at the peak, and whether forward or backward.
+        used: names of parameters that got a gradient.
     """
 
     activations: int
     logits: int
     kept: int
     peak_at: str
+    used: frozenset[str]
 
     @property
     def total(self) -> int:
@@ -103,14 +105,18 @@ def count_activations(subject: Subject, *, schedules: Mapping[str, Span] | None 
     """
     with _twin(subject) as (twin, batch, known):
         install_recompute(twin, subject.plan.recompute, schedules=schedules)
-        phase = Phase(twin)
+        phase, used = Phase(twin), set[str]()
+        for name, parameter in twin.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
         with LiveBytes(known, label=phase.label, mark=phase.where) as meter:
             total, _ = subject.loss(twin, batch)
             kept = meter.total
             if total.requires_grad:
                 total.backward()
             held = meter.at_peak
-            return Activations(held.get("activations", 0), held.get("logits", 0), kept, meter.peak_mark)
+            found = held.get("activations", 0), held.get("logits", 0), kept, meter.peak_mark
+            return Activations(*found, frozenset(used))
 
 
 def executed_flops(subject: Subject, *, schedules: Mapping[str, Span] | None = None) -> float:
@@ -135,7 +141,14 @@ def budget_schedules(subject: Subject) -> dict[str, Span]:
     found = {}
     for chain in chains:
         names = list(chain.modules)
-        layers, input_bytes = layer_costs(subject, names)
+        try:
+            layers, input_bytes = layer_costs(subject, names)
+        except Exception as error:  # whatever a model does that shapes alone cannot follow
+            raise PlanError(
+                "E243",
+                f'plan.recompute = "{chain.kept}" counts blocks by shapes alone, which cannot follow '
+                f"{type(subject.model).__name__}: {reason_of(error)}. Choose full, selective, every:k or constant.",
+            ) from error
         schedule = optimal(layers, input_bytes=input_bytes, limit=chain.kept.amount)
         if schedule is None:
             least = _least(layers, input_bytes)
@@ -147,6 +160,12 @@ def budget_schedules(subject: Subject) -> dict[str, Span]:
             )
         found[names[0]] = schedule
     return found
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what a model raised, or the name of its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def _least(layers: Sequence[Layer], input_bytes: float) -> float:
@@ -244,6 +263,8 @@ def _twin(subject: Subject) -> Iterator[tuple[nn.Module, Any, list[Tensor]]]:
         twin = copy.deepcopy(subject.model, memo)
         twin.train(subject.model.training)
         precision.install(twin, dtype)
+        ranks = subject.plan.mesh.dp if subject.plan.staleness is None else 1
+        batch_norm.install(twin, batch_norm.GroupOnPaper(ranks))
         lends = _Lends(twin, has_masters=dtype != MASTER_DTYPES[subject.plan.precision])
         linear.install(twin, lends)
         for parameter in twin.parameters():
@@ -252,7 +273,7 @@ def _twin(subject: Subject) -> Iterator[tuple[nn.Module, Any, list[Tensor]]]:
         batch = cast_batch(subject.batch, MASTER_DTYPES[subject.plan.precision])
         batch = map_tensors(batch, fake.from_tensor)
         known = [*twin.parameters(), *twin.buffers(), *tensors_in(batch), *lends.lent.values()]
-        with torch.random.fork_rng(devices=[]), dropout.by_shape():
+        with torch.random.fork_rng(devices=[]), dropout.by_shape(), masks_as_in_training(batch):
             yield twin, batch, known
 
 

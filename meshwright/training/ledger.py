@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +30,10 @@ from meshwright.layout.accounting import memory_bytes, optimizer_bytes
 from meshwright.layout.policy import find_policy
 from meshwright.layout.recompute import parse_recompute
 from meshwright.partitioning.checkpointing import Span
+from meshwright.recompute.install import reruns_of_model
 from meshwright.recompute.live_bytes import LiveBytes
 from meshwright.sharding.engine import ShardingEngine, plan_units
-from meshwright.training.activations import Phase, Subject, count_activations, executed_flops
+from meshwright.training.activations import Phase, Subject, count_activations, executed_flops, reason_of
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.precision import COMPUTE_DTYPES
 from meshwright.training.tree import rows_of
@@ -108,14 +109,17 @@ def predict_ledger(
         schedules: of budgets.
         index: position of the rank among those that share a copy of the model.
     """
-    held = _state_bytes(subject, spec, index=index)
+    again = reruns_of_model(subject.model, subject.plan.recompute, schedules)
+    # In the backward of one block others run again: one is gathered behind the one that runs.
+    at_once = 3 if any(len(ran) > 2 for ran in again.values()) else 2
     try:
         activations = count_activations(subject, schedules=schedules)
     except MeshwrightError:
         raise
     except Exception as error:  # whatever a model does that shapes alone cannot follow
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return Ledger(held, {}, unknown=reason[:200])
+        held = _state_bytes(subject, spec, index=index, used=None, gathered_at_once=at_once)
+        return Ledger(held, {}, unknown=reason_of(error))
+    held = _state_bytes(subject, spec, index=index, used=activations.used, gathered_at_once=at_once)
     return Ledger(
         {**held, "activations": activations.activations, "logits": activations.logits},
         {},
@@ -123,7 +127,14 @@ def predict_ledger(
     )
 
 
-def _state_bytes(subject: Subject, spec: OptimizerSpec, *, index: int) -> dict[str, int]:
+def _state_bytes(
+    subject: Subject,
+    spec: OptimizerSpec,
+    *,
+    index: int,
+    used: Collection[str] | None,
+    gathered_at_once: int,
+) -> dict[str, int]:
     plan = subject.plan
     # An asynchronous worker's engine is of the rank alone, and servers have the optimizer.
     policy = plan.policy if plan.staleness is None else find_policy("ddp")
@@ -137,9 +148,10 @@ def _state_bytes(subject: Subject, spec: OptimizerSpec, *, index: int) -> dict[s
         first_owner=plan.mesh.dp if policy.name == "parameter_server" else 0,
     )
     offload = plan.offload == "optimizer"
-    memory = memory_bytes(policy, units, index=index, offload=offload)
+    memory = memory_bytes(policy, units, index=index, offload=offload, gathered_at_once=gathered_at_once)
     updates = plan.staleness is None
-    state = optimizer_bytes(policy, units, optimizer=optimizer_key(spec), index=index) if updates else 0
+    key = optimizer_key(spec)
+    state = optimizer_bytes(policy, units, optimizer=key, index=index, used=used) if updates else 0
     transient = policy.shards_parameters and shards > 1
     return {
         "weights": memory.weight_shards + memory.masters + (0 if transient else memory.weights),

@@ -67,6 +67,20 @@ def test_gathered_weights(root: bool) -> None:
     assert held.weights == 4 * (2 * BLOCK + (ROOT if root else 0))
 
 
+def test_a_third_block_is_gathered_where_blocks_run_again() -> None:
+    held = memory_bytes(find_policy("zero3"), _units("zero3", 4), gathered_at_once=3)
+    assert held.weights == 4 * (3 * BLOCK + ROOT)
+    assert held.pool == 4 * (2 * BLOCK + ROOT)
+
+
+def test_a_parameter_without_gradients_has_no_state() -> None:
+    policy, units = find_policy("ddp"), _units("ddp", 2)
+    names = [parameter.name for unit in units for bucket in unit.buckets for parameter in bucket.parameters]
+    one = [optimizer_bytes(policy, units, optimizer="adamw", used={name}) for name in names]
+    assert sum(one) == optimizer_bytes(policy, units, optimizer="adamw")
+    assert optimizer_bytes(policy, units, optimizer="adamw", used=()) == 0
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("shards", [2, 3, 4])
 def test_volumes(shards: int, accumulate: int) -> None:

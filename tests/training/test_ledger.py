@@ -178,13 +178,25 @@ class Asks(nn.Module):
         return y if bool(y.sum() > 0) else -y
 
 
-def test_a_model_that_shapes_cannot_follow_is_said_to_be_unknown() -> None:
-    subject = replace(
-        make_subject(),
-        model=Asks(),
+def asking(recompute: str = "none") -> Subject:
+    return replace(
+        make_subject(recompute),
+        model=nn.Sequential(Asks()),
         loss=lambda model, batch: (F.relu(model(batch)).sum(), len(batch)),
         batch=torch.zeros(BATCH, 3),
     )
+
+
+def test_a_budget_needs_a_model_that_shapes_can_follow() -> None:
+    with pytest.raises(
+        PlanError, match=r"counts blocks by shapes alone, which cannot follow Sequential: aten"
+    ) as caught:
+        budget_schedules(asking("budget:1 MiB"))
+    assert caught.value.code == "E243"
+
+
+def test_a_model_that_shapes_cannot_follow_is_said_to_be_unknown() -> None:
+    subject = asking()
     ledger = predict_ledger(subject, OptimizerSpec())
     assert "activations" not in ledger.predicted
     assert ledger.unknown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class ScratchBuffers:
@@ -20,7 +21,10 @@ class ScratchBuffers:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of `numel` elements with unspecified values."""
-        nbytes = numel * dtype.itemsize
+        with _disable_current_modes():  # what counts a model's tensors need not see these (guarded by a test)
+            return self._take(numel * dtype.itemsize).view(dtype)
+
+    def _take(self, nbytes: int) -> Tensor:
         large_enough = [buffer for buffer in self._free if buffer.numel() >= nbytes]
         if large_enough:
             buffer = min(large_enough, key=Tensor.numel)
@@ -31,7 +35,7 @@ class ScratchBuffers:
                 self._remove(self._all, smaller)
             buffer = torch.empty(nbytes, dtype=torch.uint8)
             self._all.append(buffer)
-        return buffer[:nbytes].view(dtype)
+        return buffer[:nbytes]
 
     def give(self, taken: Tensor) -> None:
         """Return what `take` gave."""
