@@ -1,6 +1,6 @@
 """A planned step in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens.
 
-A process a rank, with a track for each of its streams; an arrow from each message to the computation that it is for;
+A process a rank, with tracks for each of its streams; an arrow from each message to the computation that it is for;
 counters of the activations that are kept, and of memory where its bytes are known. Times are microseconds from the
 start of the step.
 Source: the Trace Event Format, as Perfetto reads it.
@@ -18,7 +18,8 @@ from meshwright.schedule.timing import Timed
 from meshwright.simulation.machinery import Machinery
 from meshwright.simulation.timeline import Timeline, memory_curves
 
-_TRACKS = ("compute", "messages", "gathers and reductions")
+# Numbers of tracks: messages that are under way together need one each, from the last on.
+_COMPUTE, _COLLECTIVES, _MESSAGES = range(3)
 _Event = dict[str, object]
 
 
@@ -30,12 +31,10 @@ def as_trace(lowered: Schedule, timeline: Timeline, machinery: Machinery) -> str
         name = f"rank {rank} (stage {', '.join(map(str, stages[rank]))})"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        streams = timeline.compute[rank], timeline.messages[rank], timeline.collectives[rank]
-        for track, (title, line) in enumerate(zip(_TRACKS, streams, strict=True)):
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": title}}
-            )
-            events += [_slice(item, rank, track) for item in line]
+        events += _track("compute", timeline.compute[rank], rank, _COMPUTE)
+        events += _track("gathers and reductions", timeline.collectives[rank], rank, _COLLECTIVES)
+        for number, lane in enumerate(_lanes(timeline.messages[rank])):
+            events += _track("messages", lane, rank, _MESSAGES + number)
     events += _arrows(lowered, timeline)
     counted = replace(machinery, activation_bytes=(1,) * lowered.num_stages, weight_bytes=())
     events += _counters("activations kept", "count", memory_curves(timeline, counted))
@@ -58,6 +57,24 @@ def _stages_by_rank(lowered: Schedule) -> list[list[int]]:
             for rank in lowered.team_at(place):
                 held[rank].add(stage)
     return [sorted(stages) for stages in held]
+
+
+def _lanes(messages: Sequence[Timed]) -> list[list[Timed]]:
+    """Messages in as few lines as hold them without overlap: a track shows one thing at a time."""
+    lanes: list[list[Timed]] = []
+    for item in sorted(messages, key=lambda item: (item.start, item.end)):
+        lane = next((lane for lane in lanes if lane[-1].end <= item.start), None)
+        if lane is None:
+            lanes.append([item])
+        else:
+            lane.append(item)
+    return lanes
+
+
+def _track(title: str, line: Sequence[Timed], rank: int, track: int) -> Iterator[_Event]:
+    yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": title}}
+    for item in line:
+        yield _slice(item, rank, track)
 
 
 def _slice(item: Timed, rank: int, track: int) -> _Event:
@@ -83,13 +100,14 @@ def _arrows(lowered: Schedule, timeline: Timeline) -> Iterator[_Event]:
     """From the start of each message to the start of the computation that needs it."""
     users = [_users(line, lowered.num_stages) for line in timeline.compute]
     number = 0
-    for rank, line in enumerate(timeline.messages):
-        for item in line:
+    for rank, messages in enumerate(timeline.messages):
+        lanes = enumerate(_lanes(messages))
+        for lane, item in ((lane, item) for lane, line in lanes for item in line):
             target = item.action.peer
             user = users[target][carried_by(item.action)]
             arrow = {"name": "message", "cat": item.action.op, "id": number}
-            yield {**arrow, "ph": "s", "pid": rank, "tid": 1, "ts": item.start * 1e6}
-            yield {**arrow, "ph": "f", "bp": "e", "pid": target, "tid": 0, "ts": user.start * 1e6}
+            yield {**arrow, "ph": "s", "pid": rank, "tid": _MESSAGES + lane, "ts": item.start * 1e6}
+            yield {**arrow, "ph": "f", "bp": "e", "pid": target, "tid": _COMPUTE, "ts": user.start * 1e6}
             number += 1
 
 

@@ -204,6 +204,20 @@ def test_trace_opens_in_perfetto():
         assert (max(curve), curve[-1]) == (peak, 0)
 
 
+def test_a_track_of_a_trace_shows_one_thing_at_a_time():
+    """Messages overlap in their latency and on the way to several ranks; viewers drop slices that overlap."""
+    schedule = make_schedule("gpipe", 2, 4)
+    lowered = lower(schedule, replicas=replicas_of(schedule, [[0], [1, 2, 3]], samples=3))
+    machinery = Machinery(Durations.equal(2), Wire(latency=1.5, seconds=0.3))
+    written = json.loads(as_trace(lowered, simulate(lowered, machinery), machinery))["traceEvents"]
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in (event for event in written if event["ph"] == "X"):
+        tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len([track for track in tracks if track[0] == 0]) > 3  # compute, reductions, several of messages
+    for slices in tracks.values():
+        assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(sorted(slices)))
+
+
 def test_a_large_pipeline_loses_nothing():
     timeline = simulate(lower(make_schedule("1f1b", 64, 64)), Machinery(Durations.equal(64), Wire(0.1, 0.01)))
     assert all(len(line) == 2 * 64 for line in timeline.compute)
