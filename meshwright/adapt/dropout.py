@@ -34,8 +34,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshwright.adapt.attention import attention_with_dropout, weights_shape
-from meshwright.comm.rng import Draw, MicroStep, fold, scratch_words
+from meshwright.comm.rng import CutDraw, Draw, MicroStep, fold, scratch_words
 from meshwright.errors import NumericsError, PlanError
+from meshwright.layout.tensor_layout import CutRegion
 
 DropoutKind = Literal["stateless", "native"]
 # Mean and scale of alpha dropout's fixed point (Klambauer et al. 2017).
@@ -52,11 +53,15 @@ class StatelessDropout:
     """The dropout of one micro-step, entered for its forwards and again for its backward.
 
     Args:
+        region: tells what is cut over tp where a call is made; None: nothing ever is.
         must_agree: is told each call of the forwards in a line that all ranks must have alike.
     """
 
-    def __init__(self, *, must_agree: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, *, must_agree: Callable[[str], None] | None = None, region: CutRegion | None = None
+    ) -> None:
         self._must_agree = must_agree
+        self._region = region
         self._scope: _Scope | None = None
         self._words: Tensor | None = None
 
@@ -94,7 +99,7 @@ class StatelessDropout:
         elif place is not None:
             generator.manual_seed(place.key)
         if self._scope is None and place is not None:
-            self._scope = _Scope(place, self._must_agree)
+            self._scope = _Scope(place, self._must_agree, self._region)
         elif self._scope is not None and place is not None:
             self._scope.place = place
 
@@ -107,10 +112,10 @@ def by_shape() -> Iterator[None]:
 
 
 def stateless(
-    place: MicroStep, *, must_agree: Callable[[str], None] | None = None
+    place: MicroStep, *, must_agree: Callable[[str], None] | None = None, region: CutRegion | None = None
 ) -> AbstractContextManager[None]:
     """A micro-step of one forward and backward, entered once around both; see `StatelessDropout`."""
-    return StatelessDropout(must_agree=must_agree).entered(place)
+    return StatelessDropout(must_agree=must_agree, region=region).entered(place)
 
 
 def check_modules(model: nn.Module, *, num_ranks: int) -> None:
@@ -140,9 +145,15 @@ def native_warnings(model: nn.Module, kind: DropoutKind, *, num_ranks: int) -> l
 class _Scope(TorchFunctionMode):
     """One micro-step: hands every random call to its handler; `place` is that of the newest forward."""
 
-    def __init__(self, place: MicroStep, must_agree: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        place: MicroStep,
+        must_agree: Callable[[str], None] | None,
+        region: CutRegion | None = None,
+    ) -> None:
         super().__init__()
         self.place = place
+        self._region = region
         self._must_agree = must_agree
         self._places: dict[int, MicroStep] = {}
 
@@ -180,9 +191,34 @@ class _Scope(TorchFunctionMode):
             )
         if in_forward and self._must_agree is not None:
             self._must_agree(f"{what} {rows} {tuple(shape[1:])} {key} {place.total_rows}")
+        if self._region is not None and self._region.channels is not None:
+            return self._cut_draw(
+                self._region, shape, Draw(key, place.first_row * rows, drop_probability), what
+            )
         if partial:
             return Draw(fold(key, place.first_row), 0, drop_probability)
         return Draw(key, place.first_row * rows * math.prod(shape[1:]), drop_probability)
+
+    def _cut_draw(self, region: CutRegion, shape: torch.Size, of_rows: Draw, what: str) -> CutDraw:
+        """Bits of a call between a column and a row split; `of_rows` counts rows of the first dim."""
+        found = region.cut_of(shape)
+        if found is None:
+            raise PlanError(
+                "E208",
+                f"{what} in {_module_path()}: its tensor of shape {tuple(shape)} is computed from a part of the "
+                f"heads or channels (plan.tp), and which of its dims that cuts is unknown. Set plan.tp=1, or choose "
+                f'train.dropout = "native" (masks then depend on the number of ranks).',
+            )
+        dim, (first, ours, total) = found
+        inner, row = math.prod(shape[dim + 1 :]), math.prod(shape[1:]) // ours * total
+        return CutDraw(
+            of_rows.key,
+            of_rows.first * row,
+            of_rows.drop_probability,
+            held=ours * inner,
+            total=total * inner,
+            offset=first * inner,
+        )
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,13 @@ CATALOGUE = (
         "Take a dp the message offers, or start as many processes as the product says.",
     ),
     CodeEntry(
+        "E201",
+        "more tensor-parallel ranks than heads, channels or rows",
+        "plan.tp spreads heads, channels of the feed-forward and rows of the vocabulary over ranks, in chunks that may "
+        "differ by one. A rank without any would compute nothing.",
+        "Take a plan.tp of the message.",
+    ),
+    CodeEntry(
         "E203",
         "the global batch cannot be cut evenly",
         "global batch = dp x micro batch x accumulation. The global batch is never changed silently, because it "
@@ -340,6 +347,29 @@ CATALOGUE = (
         'plan.transport = "shm" is for CPU processes of one host on x86-64 Linux; "gloo" for CPU processes, "nccl" for '
         "GPUs.",
         'Set plan.transport = "auto": it takes NCCL on GPUs, shared memory where ranks share a host, else Gloo.',
+    ),
+    CodeEntry(
+        "E225",
+        "ranks of one copy of the model got different losses",
+        "The ranks of a tensor-parallel group hold one copy of the model together: they read the same samples, and "
+        "each of them computes the same loss. Their losses differ, so data or weights depend on the rank.",
+        "Look for a rank, a process id or a time in the dataset and in the loss. `meshwright verify` with the same "
+        "plan names the first tensor that is wrong.",
+    ),
+    CodeEntry(
+        "E226",
+        "no tensor-parallel layout for this model",
+        "plan.tp splits matrices by the names of modules: those of our GPT and Llama, and of Llama, Mistral and Qwen2 "
+        "in transformers. Query, key, value and output must all be there, or column and row halves of a feed-forward, "
+        "and the attention must say the width of a head (head_dim).",
+        "Set plan.tp = 1, or name the modules of your model as one of these does.",
+    ),
+    CodeEntry(
+        "E228",
+        "a key that is not built together with plan.tp",
+        "Under tensor parallelism a rank holds parts of matrices. Checkpoints, recomputation, Muon, parameter servers "
+        "and loops of your own do not know such parts yet.",
+        "Leave the other key out, or set plan.tp = 1.",
     ),
     CodeEntry(
         "E230",
@@ -627,6 +657,20 @@ CATALOGUE = (
         "A BatchNorm normalises by the samples of one micro-step, over all ranks. How many micro-steps a batch is cut "
         "into is then a part of the model, as the batch itself is.",
         "Keep the number of micro-steps (global batch / dp / micro batch) when you change the number of ranks.",
+    ),
+    CodeEntry(
+        "W201",
+        "tensor parallelism with uneven chunks",
+        "plan.tp does not divide the number of heads, of channels or of rows. The run is exact; the ranks with the "
+        "larger chunks are the slower ones, and all wait for them.",
+        "For even chunks take a plan.tp that divides it.",
+    ),
+    CodeEntry(
+        "W203",
+        "key/value heads on every rank",
+        "The attention has fewer key/value heads than plan.tp. Every rank holds all of their weights and computes one "
+        "for each of its query heads; gradients of these weights are summed over the group in every micro-step.",
+        "Nothing is wrong. A plan.tp of at most the number of key/value heads saves that sum.",
     ),
     CodeEntry(
         "W206",

@@ -27,7 +27,7 @@ from meshwright.comm.transports.shared_connect import Refusal, SharedHost, share
 from meshwright.errors import PlanError, WorkerError
 from meshwright.layout.plan import TransportName
 from meshwright.layout.sync import SYNC_ALGORITHMS
-from meshwright.mesh import DATA_AXES, MeshSpec
+from meshwright.mesh import AXIS_NAMES, DATA_AXES, MeshSpec
 
 
 @dataclass(frozen=True)
@@ -239,17 +239,24 @@ class Mesh:
             return replace(groups, computing=self.group("workers"), num_servers=self.num_servers)
         copies = self.spec.size("dp_replicate")
         if copies == 1:
-            return DataGroups.of(everyone)
-        if copies == everyone.size:
-            return DataGroups(everyone, alone("dp_shard", everyone), everyone)
-        return DataGroups(everyone, self.group("dp_shard"), self.group("dp_replicate"))
+            groups = DataGroups.of(everyone)
+        elif copies == everyone.size:
+            groups = DataGroups(everyone, alone("dp_shard", everyone), everyone)
+        else:
+            groups = DataGroups(everyone, self.group("dp_shard"), self.group("dp_replicate"))
+        if self.spec.size("tp") == 1:
+            return groups
+        return replace(groups, model=self.group("tp"), world=self.group("world"))
 
     def _data_axes(self) -> dict[str, tuple[str, ...]]:
         copies, everyone = self.spec.size("dp_replicate"), self.spec.size(*DATA_AXES)
-        if copies in (1, everyone):
-            return {"dp": DATA_AXES}
-        shard = tuple(name for name in DATA_AXES if name != "dp_replicate")
-        return {"dp": DATA_AXES, "dp_shard": shard, "dp_replicate": ("dp_replicate",)}
+        sets: dict[str, tuple[str, ...]] = {"dp": DATA_AXES}
+        if copies not in (1, everyone):
+            shard = tuple(name for name in DATA_AXES if name != "dp_replicate")
+            sets |= {"dp_shard": shard, "dp_replicate": ("dp_replicate",)}
+        if self.spec.size("tp") > 1:
+            sets |= {"tp": ("tp",), "world": AXIS_NAMES}
+        return sets
 
     def _make_group(self, name: str, axes: Sequence[str]) -> Group:
         ranks = self.spec.peers(self.rank, axes)

@@ -52,6 +52,8 @@ class DataGroups:
         replicate: ranks that hold the same part of different copies.
         computing: the workers where some ranks are parameter servers, on a server this rank alone; None: all.
         num_servers: ranks at the end of `all` that hold the parameters and have no samples.
+        model: ranks that hold other parts of this rank's copy and see its samples (tp); None: it is alone.
+        world: every rank of the run, where `all` is not that.
     """
 
     all: Group
@@ -59,6 +61,13 @@ class DataGroups:
     replicate: Group
     computing: Group | None = None
     num_servers: int = 0
+    model: Group | None = None
+    world: Group | None = None
+
+    @property
+    def everyone(self) -> Group:
+        """Every rank of the run."""
+        return self.all if self.world is None else self.world
 
     @property
     def workers(self) -> Group:

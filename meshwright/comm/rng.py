@@ -146,6 +146,42 @@ class Draw:
         )
 
 
+@dataclass(frozen=True)
+class CutDraw(Draw):
+    """The same where the rank holds a part of a dim behind that of the samples, as heads of an attention under tp.
+
+    `first` is the index, in the global tensor, of the first element of this rank's first sample.
+
+    Attributes:
+        held: elements that lie together here, the rest of each row being on other ranks.
+        total: elements that lie there between two of our parts' starts.
+        offset: place of our part among them.
+    """
+
+    held: int
+    total: int
+    offset: int
+
+    def keep(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """See `Draw`."""
+        parts = []
+        while start < stop:
+            number, place = divmod(start, self.held)
+            end = min(stop, (number + 1) * self.held)
+            first = self.first + number * self.total + self.offset + place
+            parts.append(
+                keep_mask(
+                    end - start,
+                    key=self.key,
+                    first=first,
+                    drop_probability=self.drop_probability,
+                    device=device,
+                )
+            )
+            start = end
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.bool, device=device)
+
+
 def _words(
     key: int, block: int, num_blocks: int, *, lane: int, num_lanes: int, device: torch.device
 ) -> Tensor:

@@ -240,7 +240,8 @@ def run_job(job: VerifyJob, *, model: str, resume: bool = True) -> VerifyResult:
         )
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
-    handover = Handover(folder / "checkpoint", job.steps - 1) if resume else None
+    has_checkpoints = job.plan.mesh.size("tp") == 1
+    handover = Handover(folder / "checkpoint", job.steps - 1) if resume and has_checkpoints else None
     try:
         target = partial(_reference, cloudpickle.dumps(job), folder / _TENSORS)
         reference: Reference = run_local(target, processes=1, run_dir=folder / "reference")[0]
@@ -337,7 +338,12 @@ def _lock_overrides(path: Path) -> list[str]:
             f"plan.lock.json of a run folder, or the run file with --plan.",
         )
     zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "parameter_server": 0}[plan.policy.name]
-    sizes = [f"plan.dp={plan.mesh.dp}", f"plan.processes={plan.world_size}", f"plan.zero={zero}"]
+    sizes = [
+        f"plan.dp={plan.mesh.dp}",
+        f"plan.tp={plan.mesh.size('tp')}",
+        f"plan.processes={plan.world_size}",
+        f"plan.zero={zero}",
+    ]
     if plan.mesh.size("dp_replicate") > 1:
         sizes.append(f"plan.hsdp={plan.mesh.size('dp_shard')}")
     if plan.servers:

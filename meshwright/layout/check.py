@@ -18,6 +18,7 @@ class PlanRequest:
 
     Attributes:
         policy: `ddp`, `zero1` ... or a ZeRO stage.
+        tp: tensor-parallel ranks, which hold one copy of the model together.
         dp: data-parallel size; None takes what the other axes leave of the world.
         micro_batch: samples a rank and micro-step; None makes one micro-step.
         precision: element type of forward and backward.
@@ -45,6 +46,7 @@ class PlanRequest:
     recompute: RecomputePlan = NOTHING_AGAIN
     servers: int | None = None
     staleness: int | None = None
+    tp: int = 1
 
 
 def make_plan(
@@ -63,13 +65,16 @@ def make_plan(
             (hsdp against dp), E211 (nothing to own), E221 (sync against policy) or E222 (servers, staleness).
     """
     servers = num_servers(request.sync, request.servers, request.staleness, world_size=world_size)
-    dp = world_size - servers if request.dp is None else request.dp
-    if dp + servers != world_size:
+    tp = request.tp
+    _check_tensor_parallel(request)
+    dp = max(1, (world_size - servers) // tp) if request.dp is None else request.dp
+    if dp * tp + servers != world_size:
         beside = f", {servers} of them servers," if servers else ""
         raise PlanError(
             "E200",
-            f"tp 1 x pp 1 x cp 1 x dp {dp} = {dp}, but {world_size} processes started{beside} (ep is inside dp x cp, "
-            f"it does not multiply). Set plan.dp={world_size - servers}, or start {dp + servers}."
+            f"tp {tp} x pp 1 x cp 1 x dp {dp} = {tp * dp}, but {world_size} processes started{beside} (ep is "
+            f"inside dp x cp, it does not multiply). {_other_size(request, world_size - servers)}, or start "
+            f"{dp * tp + servers}."
             + (f" Is a world of {world_size} intended? It came from {world_source}." if world_source else ""),
         )
     micro_batch = request.micro_batch
@@ -105,7 +110,7 @@ def make_plan(
 def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpec:
     """Copies of the model over `request.hsdp` neighbouring ranks each."""
     if request.hsdp is None:
-        return MeshSpec.of(dp_shard=dp)
+        return MeshSpec.of(dp_shard=dp, tp=request.tp)
     if not policy.shards_optimizer:
         raise PlanError(
             "E210",
@@ -115,7 +120,30 @@ def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpe
     if dp % request.hsdp:
         sizes = ", ".join(str(size) for size in range(1, dp + 1) if dp % size == 0)
         raise PlanError("E210", f"plan.hsdp = {request.hsdp} does not divide dp {dp}. Valid: {sizes}.")
-    return MeshSpec.of(dp_replicate=dp // request.hsdp, dp_shard=request.hsdp)
+    return MeshSpec.of(dp_replicate=dp // request.hsdp, dp_shard=request.hsdp, tp=request.tp)
+
+
+def _other_size(request: PlanRequest, num_ranks: int) -> str:
+    """The nearest plan for `num_ranks` processes."""
+    if num_ranks % request.tp == 0:
+        return f"Set plan.dp={num_ranks // request.tp}"
+    valid = " ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
+    return f"plan.tp={request.tp} does not divide {num_ranks}: set plan.tp to one of {valid}"
+
+
+def _check_tensor_parallel(request: PlanRequest) -> None:
+    """E228 for what is not built together with tp."""
+    if request.tp == 1:
+        return
+    refused = {
+        f'plan.sync = "{request.sync}"': request.sync == "parameter_server",
+        f'plan.recompute = "{request.recompute}"': request.recompute.is_active,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise PlanError(
+                "E228", f"{what} with plan.tp = {request.tp} is not built. Leave it out, or set plan.tp=1."
+            )
 
 
 def _check_ownership(policy: ShardingPolicy) -> None:

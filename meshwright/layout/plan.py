@@ -64,6 +64,7 @@ class TrainPlan:
         name = self.policy.name if shard == 1 else f"{self.policy.name}x{shard}"
         name = f"whole {name}" if self.policy.ownership == "whole" else name
         name = f"{copies} copies of {name}" if copies > 1 else name
+        name = f"tp{self.mesh.size('tp')} · {name}" if self.mesh.size("tp") > 1 else name
         if self.servers:
             name = f"{_number(shard, 'worker')}, {_number(self.servers, 'parameter server')}"
         parts = [name, f"micro {self.micro_batch} x accumulate {self.num_microbatches}", self.precision]

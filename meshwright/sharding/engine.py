@@ -37,6 +37,7 @@ from meshwright.errors import LoopError
 from meshwright.layout.bucket import Piece, Unit
 from meshwright.layout.grouping import Division, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.sharding.gatherer import GatheredUnit, Gatherer
 from meshwright.sharding.host import HostCopies
 from meshwright.sharding.memory import BucketMemory, Initialiser
@@ -97,9 +98,10 @@ class ShardingEngine:
         initialiser: values of meta parameters.
         compute_dtype: of forward and backward, where that is another than the model's parameters have now.
         offload: whether the optimizer's state and what it updates are in host memory.
+        tensor_layout: which part of the whole model's parameters `model` has; None: all.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a plan may ask of it
         self,
         model: nn.Module,
         *,
@@ -109,8 +111,10 @@ class ShardingEngine:
         initialiser: Initialiser | None = None,
         compute_dtype: torch.dtype | None = None,
         offload: bool = False,
+        tensor_layout: TensorLayout | None = None,
     ) -> None:
         self.model = model
+        self.tensor_layout = tensor_layout
         self.policy = policy
         self.groups = groups
         self.group: Group = groups.all
@@ -312,8 +316,10 @@ class ShardingEngine:
     def norm_squared(self) -> Tensor:
         """Sum of squares (float64, 0-dim) over the gradient elements that this rank counts.
 
-        Every logical element is counted on exactly one rank, also where gradients are replicated (ddp).
+        Every logical element is counted on exactly one rank, also where gradients are replicated (ddp, tp).
         """
+        if self.tensor_layout is not None:
+            return self.norm_squared_of(self.shards)
         total = torch.zeros((), dtype=torch.float64)
         holders = self.groups.replicate if self.policy.shards_optimizer else self.group
         for memory in self._trained:
@@ -327,6 +333,8 @@ class ShardingEngine:
         total = torch.zeros((), dtype=torch.float64)
         index, copies = self.replica
         for shard in shards:
+            if self.tensor_layout is not None and not self.tensor_layout.counts(shard.name):
+                continue
             flat = shard.gradient.reshape(-1)
             bounds = [flat.numel() * i // copies for i in (index, index + 1)]
             total += sum_of_squares(flat[slice(*bounds)]).cpu()

@@ -1,1 +1,1 @@
-"""Tensor parallelism: a matrix product, an embedding, a norm or a loss on several ranks, as functions of local tensors."""
+"""Tensor parallelism: a matrix product, embedding, norm or loss on several ranks, as functions of local tensors."""

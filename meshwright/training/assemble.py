@@ -1,6 +1,7 @@
 """From a module to a sharded one that trains by a plan: the one way, for `train`, own loops and the run under `verify`.
 
-Owns the order: compare over ranks, shard, adapt. Must not know where the module comes from, nor optimizers or data.
+Owns the order: compare over ranks, split over tp, shard over dp, adapt. Must not know where the module comes from, nor
+optimizers or data.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 
 from meshwright.adapt import registry
 from meshwright.adapt.dropout import DropoutKind
+from meshwright.adapt.tensor_parallel import split_model
 from meshwright.comm.ops import DataGroups
 from meshwright.layout.plan import TrainPlan
 from meshwright.partitioning.checkpointing import Span
@@ -44,9 +46,13 @@ def shard_model(
         schedules: of chains whose recomputation has a budget, by the name of their first module.
 
     Raises:
-        PlanError: E113 when ranks built different models; what sharding and adapting refuse.
+        PlanError: E113 when ranks built different models; E201, E226 for a model that tp cannot split; what sharding
+            and adapting refuse.
     """
-    check_same_model(model, groups.all, device=device)
+    check_same_model(model, groups.everyone, device=device)
+    layout = None
+    if groups.model is not None:
+        layout, initialiser = split_model(model, groups.model, initialiser)
     engine = ShardingEngine(
         model,
         policy=plan.policy,
@@ -55,6 +61,7 @@ def shard_model(
         initialiser=initialiser,
         compute_dtype=COMPUTE_DTYPES[plan.precision],
         offload=plan.offload == "optimizer",
+        tensor_layout=layout,
     )
     registry.install(model, engine, dropout_kind=dropout, recompute=plan.recompute, schedules=schedules)
     return engine

@@ -80,6 +80,10 @@ def reset_initialiser(model: nn.Module, seed: int) -> Initialiser:
     Raises:
         ConfigError: E111 for a module with meta parameters and no way to reset it.
     """
+    if all(parameter.is_meta for parameter in model.parameters()):
+        model = copy.deepcopy(
+            model
+        )  # free of charge, and whole where `model` itself is split over ranks later
     resets = _Resets(model)
     owners = {name: resets.of(name) for name, p in model.named_parameters() if p.is_meta}
     newest: dict[str, nn.Module] = {}

@@ -107,6 +107,12 @@ class Job:
                 "Train by a run file (meshwright train run.toml), or set plan.sync=native, with plan.zero=1 for "
                 "optimizer state on one rank each.",
             )
+        if config.plan.tp > 1:
+            raise PlanError(
+                "E228",
+                f"plan.tp = {config.plan.tp} is not built for loops of your own. Train by a run file (meshwright train "
+                f"run.toml), or set plan.tp=1.",
+            )
         self.device = choose_device(config, world)
         self._plan = self._plan_for(world.size, None)
         log = CommLog(world.rank, world.size, self._files.ring(world.rank))

@@ -25,7 +25,8 @@ from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches, MapStyle, heldout_batches
 from meshwright.data.control import LastLabelOnly
 from meshwright.data.index_law import BatchGeometry
-from meshwright.errors import ConfigError, NumericsError
+from meshwright.errors import ConfigError, NumericsError, PlanError
+from meshwright.layout.tensor_layout import CutRegion
 from meshwright.training import header
 from meshwright.training.activations import budget_schedules, subject_of
 from meshwright.training.assemble import shard_model
@@ -168,8 +169,8 @@ class Run:
         )
 
     def _predict(self, world: World) -> RunLedger | None:
-        """The ledger of the first rank, which also refuses what cannot fit."""
-        if not self.is_first:
+        """The ledger of the first rank, which also refuses what cannot fit; none is known with tp."""
+        if not self.is_first or self.groups.model is not None:
             return None
         usable = usable_bytes(self.device, local_size=world.local_size)
         return RunLedger(self.subject, self._optimizer_spec(), schedules=self.schedules, usable=usable)
@@ -199,6 +200,9 @@ class Run:
             dropout=kind,
             schedules=self.schedules,
         )
+        if engine.tensor_layout is not None:
+            for text in engine.tensor_layout.warnings:
+                self.console.line(text)
         scale = LossScale() if plan.precision == "fp16" else None
         return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards), loss_scale=scale)
 
@@ -210,7 +214,12 @@ class Run:
                 geometry,
                 seed=self.config.train.seed,
                 must_agree=partial(self.group.log.must_agree, self.groups.workers.axis),
+                region=self._region(),
             )
+
+    def _region(self) -> CutRegion | None:
+        layout = self.state.engine.tensor_layout
+        return None if layout is None else layout.region
 
     def _geometry(self) -> BatchGeometry:
         return BatchGeometry(
@@ -312,6 +321,11 @@ class Run:
 
     def _resume(self, request: ResumeFrom) -> None:
         config = self.config
+        if self.groups.model is not None:
+            raise PlanError(
+                "E228",
+                f"--resume with plan.tp = {self.plan.mesh.size('tp')} is not built. Start anew, or set plan.tp=1.",
+            )
         self.resumed = self.checkpoints.resume(
             request, optimizer=config.train.optimizer.name, numbers=model_numbers(config)
         )
@@ -373,7 +387,7 @@ class Run:
             return self.state.step >= self.total_steps
         # Ranks must stop at the same step, and their clocks differ: the slowest decides.
         limit = self.config.train.stop_at.amount
-        return max(gather_numbers(elapsed, self.group, self.device)) >= limit
+        return max(gather_numbers(elapsed, self.groups.everyone, self.device)) >= limit
 
     def _evaluate(self) -> float | None:
         """Held-out loss over all ranks; None where the task has no held-out data."""
@@ -426,7 +440,7 @@ class Run:
     def _print_header(self) -> None:
         say = self.console.line
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
-        say(f"run    {self.run_dir}   {self.task.name}   {self.group.size} x {device}")
+        say(f"run    {self.run_dir}   {self.task.name}   {self.groups.everyone.size} x {device}")
         for text in header.plan_lines(self.plan) + header.axes_lines(self.plan, self.task.shape):
             say(text)
         if self.plan.policy.ownership == "whole" and self.plan.staleness is None:
@@ -473,7 +487,7 @@ class Run:
 
     def _report(self) -> dict[str, Any]:
         control = self._control()
-        peaks = gather_numbers(float(peak_memory_bytes(self.device)), self.group, self.device)
+        peaks = gather_numbers(float(peak_memory_bytes(self.device)), self.groups.everyone, self.device)
         seconds = median_step_seconds(self.progress.seconds)
         steady, losses = self.progress.seconds[1:] or self.progress.seconds, self.progress.losses
         tokens_a_step = self.state.tokens / max(1, self.state.step)

@@ -9,6 +9,8 @@ from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.layout.plan import TrainPlan
 from meshwright.layout.recompute import parse_recompute
 from meshwright.layout.sync import num_servers
+from meshwright.layout.tensor_layout import too_many_ranks
+from meshwright.presets import find_model
 from meshwright.training.config import RunConfig
 from meshwright.training.optimizer_kinds import check_optimizer
 
@@ -24,7 +26,8 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         world_source: the variable it comes from, for the error text.
 
     Raises:
-        PlanError: see `make_plan`; E204 where the optimizer needs whole parameters; E223 for what an asynchronous run
+        PlanError: see `make_plan`; E201 for more tp ranks than heads; E204 where the optimizer needs whole
+            parameters; E223 for what an asynchronous run
             cannot do.
     """
     request = PlanRequest(
@@ -41,12 +44,15 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         recompute=parse_recompute(config.plan.recompute),
         servers=config.plan.servers,
         staleness=config.plan.staleness,
+        tp=config.plan.tp,
     )
     plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source
     )
     if plan.staleness is not None:
         _check_asynchronous(config)
+    if config.plan.tp > 1:
+        _check_tensor_parallel(config)
     parts = (
         plan.policy.shards_optimizer and plan.policy.ownership == "flat" and plan.mesh.size("dp_shard") > 1
     )
@@ -55,17 +61,19 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
 
 
 def num_workers_of(config: RunConfig, world_size: int) -> int:
-    """Of `world_size` processes those that are no parameter servers; raises E222 as `make_plan`."""
+    """Of `world_size` processes how many have samples of their own: no servers, one a tp group; E222 as `make_plan`."""
     chosen = config.plan
-    return world_size - num_servers(chosen.sync, chosen.servers, chosen.staleness, world_size=world_size)
+    servers = num_servers(chosen.sync, chosen.servers, chosen.staleness, world_size=world_size)
+    return max(1, (world_size - servers) // chosen.tp)
 
 
 def local_world_size(config: RunConfig, *, num_gpus: int) -> int:
-    """How many local processes a run starts: plan.processes, else plan.dp, one a GPU or one, and the servers."""
+    """How many local processes a run starts: plan.processes, else tp x (plan.dp, one a GPU or one), and the servers."""
     if config.plan.processes:
         return config.plan.processes
     servers = config.plan.servers or 1 if config.plan.sync == "parameter_server" else 0
-    return (config.plan.dp or max(1, num_gpus)) + servers
+    ranks = config.plan.dp or max(1, num_gpus // config.plan.tp)
+    return ranks * config.plan.tp + servers
 
 
 def _check_asynchronous(config: RunConfig) -> None:
@@ -92,3 +100,22 @@ def _check_asynchronous(config: RunConfig) -> None:
                 f"none that all have made before the end. {instead[0].upper()}{instead[1:]}, or leave plan.staleness "
                 f"out.",
             )
+
+
+def _check_tensor_parallel(config: RunConfig) -> None:
+    """E228 for what is not built with tp and is no matter of the plan alone; E201 for a known architecture."""
+    refused = {
+        f"save.every = {config.save.every}": config.save.every is not None,
+        'train.optimizer.name = "muon"': config.train.optimizer.name == "muon",
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise PlanError(
+                "E228",
+                f"{what} with plan.tp = {config.plan.tp} is not built. Leave it out, or set plan.tp=1.",
+            )
+    if config.model.source.startswith("preset:"):
+        preset = find_model(config.model.source.removeprefix("preset:"))
+        heads = config.model.num_heads or preset.num_heads
+        if heads and config.plan.tp > heads:
+            raise too_many_ranks(config.plan.tp, heads, f"heads of {preset.name}")

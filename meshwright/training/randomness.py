@@ -8,10 +8,15 @@ from contextlib import AbstractContextManager
 from meshwright.adapt.dropout import stateless
 from meshwright.comm.rng import MicroStep
 from meshwright.data.index_law import BatchGeometry
+from meshwright.layout.tensor_layout import CutRegion
 
 
 def stateless_randomness(
-    geometry: BatchGeometry, *, seed: int, must_agree: Callable[[str], None] | None = None
+    geometry: BatchGeometry,
+    *,
+    seed: int,
+    must_agree: Callable[[str], None] | None = None,
+    region: CutRegion | None = None,
 ) -> Callable[[int, int], AbstractContextManager[None]]:
     """For `TrainState.randomness`: (step, micro-step) -> dropout masks of this rank's samples.
 
@@ -20,6 +25,7 @@ def stateless_randomness(
         seed: of the run.
         must_agree: is told each call in a line that is the same on all ranks, e.g. by the log's `must_agree`; then
             the step's reduction finds ranks that draw for other layers or other shapes of a sample.
+        region: see `StatelessDropout`.
     """
 
     def enter(step: int, microbatch: int) -> AbstractContextManager[None]:
@@ -31,6 +37,6 @@ def stateless_randomness(
             num_rows=len(rows),
             total_rows=geometry.global_batch // geometry.num_microbatches,
         )
-        return stateless(place, must_agree=must_agree)
+        return stateless(place, must_agree=must_agree, region=region)
 
     return enter

@@ -65,7 +65,6 @@ _Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mode": ("given",),
-        "tp": (1,),
         "sequence_parallel": (False,),
         "pp": (1,),
         "schedule": ("serial",),

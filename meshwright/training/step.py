@@ -28,6 +28,8 @@ from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.state import TrainState
 
+# Losses of ranks that compute the same thing may differ by so much, relative to their sum: rounding of other kernels.
+_SAME_LOSS = 1e-4
 # (model, batch) -> (sum over the batch as a 0-dim tensor, number of things summed)
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
 
@@ -192,7 +194,7 @@ def agree(state: TrainState, tally: Tensor, *, parts: Sequence[Sequence[ShardPar
 
     Raises:
         NumericsError: E602 when the loss counted nothing on any rank.
-        WorkerError: E404 when ranks issued different collectives.
+        WorkerError: E404 when ranks issued different collectives, E225 when those of a copy had other samples.
     """
     engine, group = state.engine, state.engine.group
     group.log.progress("step reduction")
@@ -205,6 +207,8 @@ def agree(state: TrainState, tally: Tensor, *, parts: Sequence[Sequence[ShardPar
     digests, rest = rest[: len(digests)], rest[len(digests) :]
     squares, num_stops, mask = rest[: len(squares)], rest[len(squares)], rest[len(squares) + 1 :]
     _check_same_calls(engine.groups, digests)
+    if engine.groups.model is not None:
+        squares, num_stops = _agree_on_model(engine, engine.groups.model, loss_sum, squares, num_stops)
     if count <= 0:
         raise NumericsError(
             "E602",
@@ -265,6 +269,30 @@ def no_samples(_model: Any, _batch: Any) -> tuple[Tensor, int]:
     return torch.zeros(()), 0
 
 
+def _agree_on_model(
+    engine: ShardingEngine, group: Group, loss_sum: float, squares: list[float], num_stops: float
+) -> tuple[list[float], float]:
+    """Sums of squares and requests to stop over the parts of the model; each logical element is in one of them.
+
+    Raises:
+        WorkerError: E225 where the ranks of a copy had other samples or other weights, E404 other collectives.
+    """
+    digest = group.log.digest(group.axis)
+    numbers = [loss_sum, loss_sum * loss_sum, digest, digest * digest, num_stops, *squares]
+    payload = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
+    ops.all_reduce(payload, group, cause="step reduction of the model").wait()
+    total, total_square, first, second, num_stops, *squares = payload.tolist()
+    if group.size * total_square - total * total > (_SAME_LOSS * total) ** 2:
+        raise WorkerError(
+            "E225",
+            f"ranks {', '.join(map(str, group.ranks))} hold one copy of the model and got different losses (rank "
+            f"{group.log.rank}: {loss_sum:.6g}, mean {total / group.size:.6g}): they must read the same samples, and "
+            f"weights that each of them holds must be the same. Check that data and loss do not depend on the rank.",
+        )
+    _check_equal(group, group.size, int(first), int(second))
+    return squares, num_stops
+
+
 def _digests(groups: DataGroups) -> list[int]:
     """What this rank has issued: over the data-parallel ranks, and with servers over the workers alone."""
     log = groups.all.log
@@ -277,14 +305,17 @@ def _check_same_calls(groups: DataGroups, sums: Sequence[float]) -> None:
     """Numbers are all equal exactly when n times the sum of squares is the square of the sum."""
     sizes = (groups.all.size, groups.num_workers)
     for size, first, second in zip(sizes, sums[::2], sums[1::2], strict=False):
-        digest_sum, digest_square_sum = int(first), int(second)
-        if size * digest_square_sum == digest_sum * digest_sum:
-            continue
-        log = groups.all.log
-        last = log.events()[-1]
-        raise WorkerError(
-            "E404",
-            f"ranks of {groups.all.axis} issued different collectives before {last.describe()} on rank {log.rank}: "
-            f"some rank ran other modules than its peers, or dropped elements of samples of another shape. "
-            f"Every rank must run the same blocks in every micro-batch.",
-        )
+        _check_equal(groups.all, size, int(first), int(second))
+
+
+def _check_equal(group: Group, size: int, digest_sum: int, digest_square_sum: int) -> None:
+    if size * digest_square_sum == digest_sum * digest_sum:
+        return
+    log = group.log
+    last = log.events()[-1]
+    raise WorkerError(
+        "E404",
+        f"ranks of {group.axis} issued different collectives before {last.describe()} on rank {log.rank}: "
+        f"some rank ran other modules than its peers, or dropped elements of samples of another shape. "
+        f"Every rank must run the same blocks in every micro-batch.",
+    )

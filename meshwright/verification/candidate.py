@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
-from meshwright.comm.ops import DataGroups
+from meshwright.comm.ops import DataGroups, alone
 from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.accounting import copies_calls, declared_calls
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.layout.uses import calls_of_uses
 from meshwright.recompute.install import reruns_of_model
 from meshwright.sharding.engine import ShardParameter
@@ -133,7 +134,10 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
     state = TrainState(engine, ShardedOptimizer(spec, engine.shards))
     if kind == "stateless":
         state.randomness = stateless_randomness(
-            geometry, seed=job.config.train.seed, must_agree=partial(workers.log.must_agree, workers.axis)
+            geometry,
+            seed=job.config.train.seed,
+            must_agree=partial(workers.log.must_agree, workers.axis),
+            region=None if engine.tensor_layout is None else engine.tensor_layout.region,
         )
     return CandidateRank(
         rank=groups.all.ranks[groups.all.index],
@@ -167,6 +171,7 @@ class _Candidate:
         self._reference = reference
         self._groups = groups
         self._group = groups.all
+        self._model = groups.model or alone("tp", groups.all)
         task = make_subject(job)
         self._names = dict(task.model.named_parameters())
         self._data = WatchedData(task.train_data)
@@ -177,6 +182,7 @@ class _Candidate:
             job.inject(self._rank)
         if reference.asks_for_float32:
             _widen(self._rank.state)
+        self._layout = self._rank.engine.tensor_layout or TensorLayout(1, 0)
         self._observer = ModuleObserver(self._rank.engine.model)
         self._comparer = Comparer(
             path, reference.recorded, tolerances=dict(reference.tolerances), rank=self._rank.rank
@@ -230,7 +236,11 @@ class _Candidate:
             broken_ties=self._broken_ties,
             peak_memory_bytes=peak_memory(),
             gradient_samples=self._gradient_samples,
-            transport=self._group.transport.name if self._group.transport else "none",
+            transport=next(
+                (group.transport.name for group in (self._group, self._model) if group.transport), "none"
+            ),
+            model_index=self._model.index,
+            model_size=self._model.size,
         )
 
     def _step(self, step: int) -> StepResult:
@@ -268,8 +278,10 @@ class _Candidate:
     def _compare_activation(self, name: str, tensor: Tensor) -> None:
         key = ("activations", self._step_number, self._microbatch, name)
         item = self._comparer.knows(key)
+        module = name.partition(" ")[0]
         if item is None:  # in it samples have no rows of their own
             return
+        sizes = self._layout.chunks_of(module, item.shape[-1] if item.shape else 0, tensor.shape)
         start = 0
         if item.batch_dim is not None:
             geometry = self._rank.batches.geometry
@@ -279,12 +291,29 @@ class _Candidate:
             if tensor.shape[item.batch_dim] != len(part) * item.rows_per_sample:
                 self._comparer.report(key, f"shape {tuple(tensor.shape)} for {len(part)} samples")
                 return
-        self._comparer.compare(key, tensor, start=start)
+        repeated = self._layout.repeated.get(module)
+        if repeated is not None:  # each key/value head once, wherever it is
+            for head in dict.fromkeys(repeated.heads):
+                ours = tensor.narrow(-1, repeated.heads.index(head) * repeated.width, repeated.width)
+                chunk = ((repeated.width,) * repeated.num_heads, head)
+                self._comparer.compare(key, ours, start=start, chunk=chunk)
+            return
+        own = None if sizes is None else (sizes, self._layout.index)
+        self._comparer.compare(key, tensor, start=start, chunk=own)
+
+    def _compare_piece(
+        self, key: Key, shard: tuple[str, int], piece: Tensor, *, divisor: float = 1.0
+    ) -> None:
+        """Hold a flat piece of this rank's part of a parameter, from an element on, against the whole."""
+        name, start = shard
+        flat, local = piece.reshape(-1), self._names[name].shape
+        for place, first, last in self._layout.runs(name, local, start, start + flat.numel()):
+            self._comparer.compare(key, flat[first - start : last - start], start=place, divisor=divisor)
 
     def _compare_gradients(self, step: int, result: StepResult) -> None:
         """Gradients before clipping: what the shards hold was multiplied by the clip coefficient."""
         divisor = clip_coefficient(result.grad_norm, self._reference.clip_norm)
-        for name in self._names:
+        for name in self._names if self._model.size == 1 else ():
             part = self._contributions.elements(name, result.scale / divisor)
             self._gradient_samples[step, name] = GradientSamples(part, {}, {})
         for shard in self._rank.engine.shards:
@@ -294,8 +323,8 @@ class _Candidate:
                 whose = "the candidate" if has_gradient else "the reference"
                 self._comparer.report(key, f"only {whose} has a gradient")
             elif has_gradient:
-                self._comparer.compare(key, shard.gradient, start=shard.piece.start, divisor=divisor)
-                if self._comparer.stats[-1].num_wrong:
+                self._compare_piece(key, (shard.name, shard.piece.start), shard.gradient, divisor=divisor)
+                if self._model.size == 1 and self._comparer.stats[-1].num_wrong:
                     self._sample_sum(key, shard, divisor)
 
     def _sample_sum(self, key: Key, shard: ShardParameter, divisor: float) -> None:
@@ -314,13 +343,16 @@ class _Candidate:
             for part, value in states.get(shard.parameter, {}).items():
                 if isinstance(value, Tensor):
                     key = ("optimizer", step, -1, f"{shard.name} {part}")
-                    self._comparer.compare(key, value, start=shard.piece.start if value.dim() else 0)
+                    if value.dim():
+                        self._compare_piece(key, (shard.name, shard.piece.start), value)
+                    else:
+                        self._comparer.compare(key, value)
                     self._digest_part(key, shard, value)
 
     def _compare_state(self, step: int) -> None:
         """What a step leaves, and what the first one finds: parameters, replicas and ties."""
         for name, start, piece in self._parameter_pieces():
-            self._comparer.compare(("parameters", step, -1, name), piece, start=start)
+            self._compare_piece(("parameters", step, -1, name), (name, start), piece)
         self._digest_replicas(step)
         for names in self._reference.ties:
             if not self._is_tied(names):
@@ -345,10 +377,22 @@ class _Candidate:
     def _digest_part(self, key: Key, shard: ShardParameter, value: Tensor) -> None:
         """A checksum of what goes with this rank's part of a parameter, where other ranks hold a copy of it."""
         if not self._job.plan.policy.shards_optimizer:
-            self._digests[key] = tensor_digest(value)
+            self._digest(key, shard.name, value)
         elif self._rank.engine.groups.replicate.size > 1:
-            part = f"{key[3]} [{shard.piece.start}:{shard.piece.stop})"
+            part = f"{key[3]} [{shard.piece.start}:{shard.piece.stop}){self._whose(shard.name)}"
             self._copy_digests[key[0], key[1], key[2], part] = tensor_digest(value)
+
+    def _whose(self, name: str) -> str:
+        """Of which rank of a copy of the model a part is that the others have not."""
+        return f" of tp {self._layout.index}" if name in self._layout.cuts else ""
+
+    def _digest(self, key: Key, name: str, value: Tensor) -> None:
+        """A checksum of what every rank has whole, or of a part of parameter `name` that ranks at our tp index have."""
+        whose = self._whose(name)
+        if whose:
+            self._copy_digests[(*key[:3], key[3] + whose)] = tensor_digest(value)
+        else:
+            self._digests[key] = tensor_digest(value)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """What follows the samples: on ranks that have some."""
@@ -367,7 +411,10 @@ class _Candidate:
         digests = self._copy_digests if self._groups.num_servers else self._digests
         for name, parameter in self._names.items():
             if parameter not in stale:
-                digests["parameters", step, -1, name] = tensor_digest(parameter)
+                if name in self._layout.cuts:
+                    self._digest(("parameters", step, -1, name), name, parameter)
+                else:
+                    digests["parameters", step, -1, name] = tensor_digest(parameter)
         for name, buffer in self._buffers():
             digests["buffers", step, -1, name] = tensor_digest(buffer)
         for shard in engine.shards:
@@ -401,6 +448,10 @@ class _Candidate:
             if workers.size > 1:
                 name = _call_name("all_reduce", workers.axis)
                 named[name] += sum(_num_statistics(use, again) for use in uses[part])
+            if self._model.size > 1:
+                for op, count in self._layout.calls.items():
+                    named[_call_name(op, self._model.axis)] += count * per_step
+                named[_call_name("all_reduce", self._model.axis)] += 1
             named = Counter({name: count for name, count in named.items() if count})
             declared.append(dict(named))
         return tuple(declared)

@@ -132,6 +132,8 @@ class RankReport:
         gradient_samples: step and parameter to a few elements of its gradient, before and after the reduction.
         copy_digests: parts of tensors that some ranks hold a copy of, which must be bitwise alike.
         transport: what carried the collectives, in words.
+        model_index: position among the ranks that hold one copy of the model (tp).
+        model_size: how many they are.
     """
 
     rank: int
@@ -145,3 +147,5 @@ class RankReport:
     gradient_samples: Mapping[tuple[int, str], GradientSamples]
     copy_digests: Mapping[Key, int] = field(default_factory=dict)
     transport: str = "gloo"
+    model_index: int = 0
+    model_size: int = 1

@@ -197,20 +197,27 @@ def _verdict(item: Recorded, pieces: Sequence[PieceStats], tolerance: Tolerance,
     return _Verdict(item, relative, found)
 
 
-def _covers(pieces: Iterable[PieceStats], extent: int) -> bool:
+def _covers(pieces: Sequence[PieceStats], extent: int) -> bool:
+    num_parts = max((piece.num_parts for piece in pieces), default=0)
+    return num_parts > 0 and all(
+        _reaches([piece for piece in pieces if piece.part == part], extent) for part in range(num_parts)
+    )
+
+
+def _reaches(pieces: Sequence[PieceStats], extent: int) -> bool:
     reached = 0
     for start, stop in sorted({(piece.start, piece.stop) for piece in pieces}):
         if start > reached:
             return False
         reached = max(reached, stop)
-    return reached >= extent and any(True for _ in pieces)
+    return reached >= extent and bool(pieces)
 
 
 def _square_error(pieces: Iterable[PieceStats]) -> float:
     """Over the whole tensor: the worst of ranks that hold the same part, all different parts together."""
-    by_part: dict[tuple[int, int], float] = {}
+    by_part: dict[tuple[int, int, int], float] = {}
     for piece in pieces:
-        part = (piece.start, piece.stop)
+        part = (piece.start, piece.stop, piece.part)
         value = piece.square_error
         by_part[part] = value if math.isnan(value) else max(by_part.get(part, 0.0), value)
     return sum(by_part.values())
@@ -218,10 +225,10 @@ def _square_error(pieces: Iterable[PieceStats]) -> float:
 
 def _by_parts(pieces: Iterable[PieceStats]) -> tuple[int, int]:
     """(elements compared, elements wrong) of the tensor, a part that several ranks hold counted once."""
-    numel: dict[tuple[int, int], int] = {}
-    num_wrong: dict[tuple[int, int], int] = {}
+    numel: dict[tuple[int, int, int], int] = {}
+    num_wrong: dict[tuple[int, int, int], int] = {}
     for piece in pieces:
-        part = (piece.start, piece.stop)
+        part = (piece.start, piece.stop, piece.part)
         numel[part] = piece.numel
         num_wrong[part] = max(num_wrong.get(part, 0), piece.num_wrong)
     return sum(numel.values()), sum(num_wrong.values())
@@ -283,15 +290,26 @@ def _unknown_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[W
 
 
 def _data_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[Wrong]:
-    wrongs = list(_repeated_samples(reference))
+    wrongs = [*_repeated_samples(reference), *_unshared_samples(ranks)]
     for (step, microbatch), expected in reference.samples.items():
-        read = [sample for report in ranks for sample in report.samples.get((step, microbatch), ())]
+        readers = [report for report in ranks if report.model_index == 0]
+        read = [sample for report in readers for sample in report.samples.get((step, microbatch), ())]
         for place, (got, wanted) in enumerate(itertools.zip_longest(read, expected)):
             if got != wanted:
                 name = f"sample {place} of the micro-step"
                 problem = _sample_problem(got, wanted)
                 wrongs.append(Wrong("data", name, step, microbatch, order=place, problem=problem))
     return wrongs
+
+
+def _unshared_samples(ranks: Sequence[RankReport]) -> Iterator[Wrong]:
+    """Ranks that hold one copy of the model together and read other samples."""
+    for first in (report for report in ranks if report.model_index == 0):
+        for report in ranks[first.rank : first.rank + first.model_size]:
+            for (step, microbatch), samples in first.samples.items():
+                if report.samples.get((step, microbatch)) != samples:
+                    text = f"rank {report.rank} read other samples than rank {first.rank}, which holds the same copy"
+                    yield Wrong("data", "samples", step, microbatch, ranks=(report.rank,), problem=text)
 
 
 def _repeated_samples(reference: Reference) -> Iterator[Wrong]:

@@ -140,7 +140,15 @@ class Comparer:
         """The recorded tensor of `key`, or None where the reference has none."""
         return self._recorded.get(key)
 
-    def compare(self, key: Key, actual: Tensor, *, start: int = 0, divisor: float = 1.0) -> None:
+    def compare(
+        self,
+        key: Key,
+        actual: Tensor,
+        *,
+        start: int = 0,
+        divisor: float = 1.0,
+        chunk: tuple[Sequence[int], int] | None = None,
+    ) -> None:
         """Measure a piece.
 
         Args:
@@ -148,13 +156,17 @@ class Comparer:
             actual: the piece: the logical tensor's rows along its batch dim, or flat elements.
             start: first row, or first flat element.
             divisor: what the piece is divided by first.
+            chunk: (sizes, index) where the piece has chunk `index` of the last dim, in any of its rows.
         """
         item = self._recorded.get(key)
         if item is None:
             self.report(key, "the reference has no such tensor")
             return
         actual = _real(actual).cpu()
-        expected = self._open(item)
+        expected, (sizes, part) = self._open(item), chunk or ((1,), 0)
+        if chunk is not None:
+            first = sum(sizes[:part])
+            expected = expected[..., first : first + sizes[part]]
         if item.batch_dim is None:
             expected, actual = expected.reshape(-1), actual.reshape(-1)
         else:
@@ -179,6 +191,8 @@ class Comparer:
                 last_wrong=max(sums.wrong_rows, default=-1),
                 ratio_low=min(sums.ratios, default=math.inf),
                 ratio_high=max(sums.ratios, default=-math.inf),
+                part=part,
+                num_parts=len(sizes),
             )
         )
 

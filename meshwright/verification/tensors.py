@@ -207,6 +207,8 @@ class PieceStats:
         ratio_low: smallest ratio of candidate to reference where elements are wrong.
         ratio_high: largest such ratio.
         problem: why it could not be compared, e.g. another shape; empty else.
+        part: number of the part of each row that the piece has, where ranks cut another dim than that of samples.
+        num_parts: into how many that dim is cut.
     """
 
     key: Key
@@ -222,3 +224,5 @@ class PieceStats:
     ratio_low: float = float("inf")
     ratio_high: float = float("-inf")
     problem: str = ""
+    part: int = 0
+    num_parts: int = 1

@@ -86,3 +86,22 @@ def test_whole_ownership_needs_shards() -> None:
     error = _error(PlanRequest("ddp", ownership="whole"), world_size=2, global_batch=4)
     assert error.code == "E211"
     assert "with plan.zero = 0 every rank updates all of them. Set plan.zero=1 (or 2, 3)" in error.message
+
+
+def test_tensor_parallel_ranks_share_a_copy() -> None:
+    plan = make_plan(PlanRequest(policy=3, tp=2, hsdp=2), world_size=8, global_batch=8)
+    assert plan.mesh.sizes() == {"pp": 1, "dp": 4, "cp": 1, "tp": 2}
+    assert (plan.mesh.size("dp_replicate"), plan.mesh.size("dp_shard")) == (2, 2)
+    assert (plan.micro_batch, plan.world_size) == (2, 8)
+    assert plan.describe().startswith("tp2 · 2 copies of zero3x2 · micro 2")
+    # Ranks of a copy are neighbours.
+    assert [plan.mesh.coordinates(rank)["tp"] for rank in range(8)] == [0, 1] * 4
+
+
+def test_tensor_parallel_against_processes() -> None:
+    error = _error(PlanRequest(tp=2, dp=2), world_size=6, global_batch=12)
+    assert error.code == "E200"
+    assert "tp 2 x pp 1 x cp 1 x dp 2 = 4, but 6 processes started" in error.message
+    assert "Set plan.dp=3, or start 4." in error.message
+    error = _error(PlanRequest(tp=4), world_size=6, global_batch=12)
+    assert "plan.tp=4 does not divide 6: set plan.tp to one of 1 2 3 6, or start 4." in error.message

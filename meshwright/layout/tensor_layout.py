@@ -1,0 +1,254 @@
+"""Which part of each parameter a rank of a tensor-parallel group holds, and what the group communicates for it.
+
+Owns the arithmetic of chunks: sizes that need not divide, heads that stay whole, key/value heads that are fewer than
+ranks. Values only; `adapt/tensor_parallel.py` finds a model's roles and swaps its calls. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from meshwright.errors import PlanError
+from meshwright.layout.layout import Cut, Layout
+
+# What a module is in a layout: rows of a table; outputs that stay cut (of heads or of any width); inputs that are cut;
+# outputs that are gathered.
+Role = Literal["vocabulary", "query", "key", "value", "output", "column", "row", "gathered"]
+
+
+def even_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in `parts` chunks that differ by 1 at most, larger ones first: 6 6 5 5 5 5."""
+    small, larger = divmod(total, parts)
+    return tuple(small + (index < larger) for index in range(parts))
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """How the heads of one attention are spread over the ranks.
+
+    Attributes:
+        query: query heads of each rank.
+        kv: key/value heads of each rank; None: every rank holds all of them and uses those of its query heads.
+        num_kv_heads: of the whole attention.
+    """
+
+    query: tuple[int, ...]
+    kv: tuple[int, ...] | None
+    num_kv_heads: int
+
+    def kv_heads_of(self, index: int) -> tuple[int, ...]:
+        """Key/value head of each query head of rank `index`, where all ranks hold all of them."""
+        share = sum(self.query) // self.num_kv_heads
+        first = sum(self.query[:index])
+        return tuple(head // share for head in range(first, first + self.query[index]))
+
+
+@dataclass(frozen=True)
+class RepeatedHeads:
+    """An output with one key/value head for each of a rank's query heads.
+
+    Attributes:
+        width: of a head.
+        heads: which one each is.
+        num_heads: of the whole attention.
+    """
+
+    width: int
+    heads: tuple[int, ...]
+    num_heads: int
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the whole weight that this rank computes with."""
+        return [head * self.width + place for head in self.heads for place in range(self.width)]
+
+
+def split_heads(num_heads: int, num_kv_heads: int, size: int, *, where: str) -> HeadSplit:
+    """Spread whole groups of heads that share a key/value head, or where these are fewer than ranks, query heads.
+
+    Raises:
+        PlanError: E201 for more ranks than query heads.
+    """
+    if size > num_heads:
+        raise too_many_ranks(size, num_heads, f"heads of {where}")
+    if num_kv_heads >= size:
+        kv = even_sizes(num_kv_heads, size)
+        return HeadSplit(tuple(n * (num_heads // num_kv_heads) for n in kv), kv, num_kv_heads)
+    return HeadSplit(even_sizes(num_heads, size), None, num_kv_heads)
+
+
+def too_many_ranks(size: int, limit: int, what: str) -> PlanError:
+    """E201: a rank would hold nothing."""
+    even = " ".join(str(n) for n in range(1, limit + 1) if limit % n == 0)
+    best = max(n for n in range(1, min(limit, size) + 1) if limit % n == 0)
+    return PlanError(
+        "E201",
+        f"tp={size} exceeds the {limit} {what}. Valid tp: 1..{limit}, without uneven chunks: {even}. "
+        f"Try: plan.tp={best}",
+    )
+
+
+@dataclass
+class CutRegion:
+    """Whether what runs now lies between a column and a row split, and what of its tensors this rank has.
+
+    Attributes:
+        heads: (first, ours, all) of the attention that is running; None elsewhere.
+        channels: the same of the last dim; None outside of such a region.
+    """
+
+    heads: tuple[int, int, int] | None = None
+    channels: tuple[int, int, int] | None = None
+
+    def leave(self) -> None:
+        """Tensors are whole again."""
+        self.heads = self.channels = None
+
+    def cut_of(self, shape: Sequence[int]) -> tuple[int, tuple[int, int, int]] | None:
+        """The dim of a tensor of `shape` that is cut, and (first, ours, all) of it; None for another shape."""
+        if self.heads is not None and len(shape) == 4 and shape[1] == self.heads[1]:
+            return 1, self.heads
+        if self.channels is not None and len(shape) > 1 and shape[-1] == self.channels[1]:
+            return len(shape) - 1, self.channels
+        return None
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One rank's part of a model.
+
+    Attributes:
+        size: ranks of the group.
+        index: this rank's position in it.
+        cuts: parameter name to its cut over `tp`; parameters that are not named are whole on every rank.
+        outputs: module name to the chunks of its output's last dim, where that stays cut.
+        repeated: module name to the key/value head of each head of its output, where these are repeated.
+        calls: collectives of one micro-step over the group, forward and backward.
+        warnings: texts with W201 about uneven chunks, W203 about what is on every rank.
+        region: changes while the model runs: what of its tensors is cut just now.
+    """
+
+    size: int
+    index: int
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    region: CutRegion = field(default_factory=CutRegion, compare=False)
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank is the one of its group that counts parameter `name` in sums over all of them."""
+        return name in self.cuts or self.index == 0
+
+    def logical_shape(self, name: str, local: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the whole parameter of which this rank holds `local`."""
+        shape = list(local)
+        if name in self.cuts:
+            shape[self.cuts[name].dim] = sum(self.cuts[name].sizes)
+        return tuple(shape)
+
+    def layout(self, name: str, logical_shape: Sequence[int]) -> Layout:
+        """The boxes of parameter `name`."""
+        return Layout(tuple(logical_shape), (self.cuts[name],) if name in self.cuts else ())
+
+    def chunks_of(self, module: str, width: int, local: Sequence[int]) -> tuple[int, ...] | None:
+        """Chunks of the last dim, `width` on one device, of a module's output of shape `local`; None: it is whole.
+
+        What stands between a column and a row split, as an activation function does, has the chunks of its sibling.
+        """
+        if module in self.outputs:
+            return self.outputs[module]
+        parent = module.rpartition(".")[0]
+        for name, sizes in self.outputs.items():
+            fits = sum(sizes) == width and len(local) > 0 and sizes[self.index] == local[-1] != width
+            if fits and name.rpartition(".")[0] == parent:
+                return sizes
+        return None
+
+    def runs(self, name: str, local: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Flat elements [start, stop) of this rank's part as intervals of the whole: (first there, first, end)."""
+        if name not in self.cuts:
+            yield start, start, stop
+            return
+        cut = self.cuts[name]
+        inner = math.prod(local[cut.dim + 1 :])
+        row, whole = local[cut.dim] * inner, sum(cut.sizes) * inner
+        offset = sum(cut.sizes[: self.index]) * inner
+        while start < stop:
+            number, place = divmod(start, row)
+            end = min(stop, (number + 1) * row)
+            yield number * whole + offset + place, start, end
+            start = end
+
+
+class LayoutMaker:
+    """Collects a `TensorLayout` role by role."""
+
+    def __init__(self, size: int, index: int) -> None:
+        self.size = size
+        self.index = index
+        self.region = CutRegion()
+        self._cuts: dict[str, Cut] = {}
+        self._outputs: dict[str, tuple[int, ...]] = {}
+        self._repeated: dict[str, RepeatedHeads] = {}
+        self._calls: Counter[str] = Counter()
+        self._warnings: dict[str, None] = {}
+
+    def cut(self, parameter: str, dim: int, sizes: tuple[int, ...]) -> None:
+        """A parameter is cut along `dim`."""
+        cut = Cut("tp", dim, sizes)
+        assert self._cuts.setdefault(parameter, cut) == cut, f"{parameter} is cut in two ways"
+
+    def keeps(self, module: str, sizes: tuple[int, ...]) -> None:
+        """A module's output stays cut along its last dim."""
+        self._outputs[module] = sizes
+
+    def repeats(self, module: str, heads: RepeatedHeads, num_tensors: int) -> None:
+        """A module is whole on every rank, which uses a part; gradients of its tensors are summed over the group."""
+        self._repeated[module] = heads
+        self._calls["all_reduce"] += num_tensors
+
+    def call(self, op: str) -> None:
+        """One collective a micro-step."""
+        self._calls[op] += 1
+
+    def sizes(self, total: int, what: str) -> tuple[int, ...]:
+        """Even chunks of `total`; E201 where a rank would get none, W201 where they differ."""
+        if total < self.size:
+            raise too_many_ranks(self.size, total, what)
+        sizes = even_sizes(total, self.size)
+        self.note_uneven(sizes, f"{total} {what}")
+        return sizes
+
+    def note_uneven(self, sizes: tuple[int, ...], what: str) -> None:
+        """W201 where a rank has more to do than the mean."""
+        if max(sizes) == min(sizes):
+            return
+        slower = max(sizes) * len(sizes) / sum(sizes) - 1
+        shown = " ".join(map(str, sizes))
+        self._warnings[
+            f"W201 tp={self.size} does not divide {what}: split {shown}, {slower:.0%} slower there than even"
+        ] = None
+
+    def warn(self, text: str) -> None:
+        """A text with its code, said once."""
+        self._warnings[text] = None
+
+    def finish(self) -> TensorLayout:
+        """What has been collected."""
+        return TensorLayout(
+            self.size,
+            self.index,
+            cuts=MappingProxyType(self._cuts),
+            outputs=MappingProxyType(self._outputs),
+            repeated=MappingProxyType(self._repeated),
+            calls=MappingProxyType(dict(self._calls)),
+            warnings=tuple(self._warnings),
+            region=self.region,
+        )

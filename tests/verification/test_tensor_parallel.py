@@ -1,0 +1,266 @@
+"""plan.tp through real processes is one device: our models and Llama of transformers, under every policy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import meshwright
+from meshwright.errors import ConfigErrors, PlanError, WorkerError
+from meshwright.launching.jobs import launch_config
+from meshwright.models import GPT, GPTConfig, Llama, LlamaConfig, language_model_loss
+from meshwright.training.config import load_config
+from meshwright.training.planning import local_world_size, plan_of
+from tests.parity.cover import pairwise
+
+VOCABULARY, SEQUENCE = 101, 7
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    """Tiny models wait for threads longer than they compute."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+class Tokens:
+    """Sequences of unequal numbers of valid labels."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        tokens = torch.randint(VOCABULARY, (SEQUENCE + 1,), generator=torch.Generator().manual_seed(index))
+        labels = tokens[1:].clone()
+        labels[: index % 6] = -100
+        return {"tokens": tokens[:-1], "labels": labels}
+
+
+def make_gpt(dropout: float = 0.0) -> GPT:
+    """Six heads and 50 channels: tp 4 divides nothing."""
+    sizes = {"num_layers": 2, "dim": 24, "num_heads": 6, "ffn_dim": 50, "dropout": dropout}
+    return GPT(GPTConfig(vocab_size=VOCABULARY, max_seq_len=SEQUENCE, **sizes))
+
+
+def make_llama() -> Llama:
+    """Two key/value heads: fewer than ranks from tp 3 on."""
+    sizes = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 50}
+    return Llama(LlamaConfig(vocab_size=VOCABULARY, max_seq_len=SEQUENCE, **sizes))
+
+
+def make_hf_llama() -> nn.Module:
+    from transformers import LlamaConfig as Config
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=50,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            use_cache=False,
+        )
+    )
+
+
+def hf_loss(model: nn.Module, batch: dict) -> tuple:
+    logits = model(input_ids=batch["tokens"]).logits
+    total = F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum"
+    )
+    return total, (batch["labels"] != -100).sum()
+
+
+SUBJECTS = {
+    "gpt": (make_gpt, language_model_loss),
+    "dropout": (lambda: make_gpt(0.3), language_model_loss),
+    "llama": (make_llama, language_model_loss),
+    "hf": (make_hf_llama, hf_loss),
+}
+FACTORS = {
+    "subject": list(SUBJECTS),
+    "tp": [1, 2, 3, 4],
+    "zero": [0, 1, 2, 3],
+    "transport": ["gloo", "shm"],
+}
+NUM_DEFAULT = 2
+CASES = [
+    pytest.param(
+        case,
+        id="-".join(map(str, case.values())),
+        marks=pytest.mark.parity if number >= NUM_DEFAULT else (),
+    )
+    for number, case in enumerate(
+        [
+            {"subject": "llama", "tp": 4, "zero": 1, "transport": "shm"},
+            {"subject": "dropout", "tp": 2, "zero": 3, "transport": "gloo"},
+            {"subject": "hf", "tp": 3, "zero": 0, "transport": "gloo"},
+            *pairwise(FACTORS),
+        ]
+    )
+]
+
+
+def check(case: dict, plan: str, processes: int, **options) -> None:
+    build, loss = SUBJECTS[case["subject"]]
+    result = meshwright.verify(build, loss, Tokens(), plan=plan, processes=processes, **options)
+    assert result.ok, result.table()
+    names = ["data", "loss", "activations", "gradients", "grad_norm", "parameters", "optimizer", "replicas"]
+    assert all(result.check(name).compared > 0 for name in names)
+    assert result.check("counts").compared > 0
+    limit = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 0.1}[options.get("precision", "fp64")]
+    assert max(found.worst_relative for found in result.checks) < limit
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensor_parallel_is_one_device(case):
+    """With dp 2 where that leaves at most 4 processes."""
+    processes = case["tp"] * (2 if case["tp"] <= 2 else 1)
+    plan = f"tp={case['tp']},zero={case['zero']},transport={case['transport']},bucket_bytes=4096 bytes"
+    check(case, plan, processes, steps=2)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("plan", "processes", "precision"),
+    [
+        ("tp=2,zero=3", 8, "fp64"),
+        ("tp=2,zero=2,hsdp=2", 8, "fp64"),
+        ("tp=2,zero=3,ownership=whole", 4, "fp64"),
+        ("tp=2,zero=1,offload=optimizer", 4, "fp64"),
+        ("tp=2,zero=1,sync=ring", 4, "fp64"),
+        ("tp=2,zero=2", 4, "bf16"),
+        ("tp=2,zero=3", 4, "fp32"),
+    ],
+)
+def test_tensor_parallel_with_everything_else(plan, processes, precision):
+    for subject in ("gpt", "llama"):
+        check({"subject": subject}, plan, processes, steps=2, precision=precision)
+
+
+def test_training_prints_the_same_numbers_whatever_tp_is(tmp_path):
+    """Loss, norm and held-out loss of `train`, and its result: one report for all ranks."""
+    found = []
+    for tp, dp in ((1, 1), (2, 2)):
+        overrides = [
+            "model.source=gpt-nano", "plan.precision=fp64", "train.global_batch=4", "train.stop_at=2 steps",
+            f"plan.tp={tp}", f"plan.dp={dp}", f"plan.zero={dp}", f"save.dir={tmp_path / str(tp)}", "data.seq_len=16",
+            "train.eval_samples=8",
+        ]  # fmt: skip
+        resolved = load_config(None, overrides)
+        assert local_world_size(resolved.config, num_gpus=0) == tp * dp
+        result = launch_config(resolved, json_output=True)
+        assert (result["world_size"], len(result["peak_memory_bytes"])) == (tp * dp, tp * dp)
+        assert result["mesh"] == {"pp": 1, "dp": dp, "cp": 1, "tp": tp}
+        lines = [json.loads(line) for line in (tmp_path / str(tp) / "metrics.jsonl").read_text().splitlines()]
+        assert [line["tokens"] for line in lines] == [64, 128]
+        found.append([number for line in lines for number in (line["loss"], line["grad_norm"])])
+        found[-1].append(result["eval_loss"])
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-11, atol=0)
+
+
+# Bad input.
+
+
+def refused(build, plan: str, processes: int, **options) -> str:
+    with pytest.raises((PlanError, WorkerError, ConfigErrors)) as caught:
+        meshwright.verify(build, language_model_loss, Tokens(), plan=plan, processes=processes, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "what"),
+    [
+        ("tp=2,recompute=full", {}, 'plan.recompute = "full" with plan.tp = 2 is not built'),
+        ("tp=2,sync=parameter_server", {}, 'plan.sync = "parameter_server" with plan.tp = 2 is not built'),
+        ("tp=2", {"optimizer": "muon"}, 'train.optimizer.name = "muon" with plan.tp = 2 is not built'),
+    ],
+)
+def test_what_is_not_built_together_is_refused_before_any_process_starts(plan, options, what):
+    text = refused(make_gpt, plan, 4, **options)
+    assert text.startswith("E228")
+    assert what in text
+
+
+def test_a_world_that_tp_does_not_divide_is_refused():
+    text = refused(make_gpt, "tp=2", 3)
+    assert "tp 2 x pp 1 x cp 1 x dp 1 = 2, but 3 processes started" in text
+    assert "plan.tp=2 does not divide 3: set plan.tp to one of 1 3" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "text"),
+    [
+        ("plan.tp=8", "E201", "tp=8 exceeds the 4 heads of gpt-nano. Valid tp: 1..4"),
+        ("save.every=end", "E228", "save.every = end with plan.tp = 2 is not built"),
+    ],
+)
+def test_what_a_run_file_asks_for_in_vain_is_refused_before_it_starts(override, code, text):
+    config = load_config(None, ["model.source=gpt-nano", "plan.tp=2", override]).config
+    with pytest.raises(PlanError) as caught:
+        plan_of(config, world_size=8)
+    assert caught.value.code == code
+    assert text in caught.value.message
+
+
+def _reads_by_rank(candidate) -> None:
+    """Ranks of a copy read different samples."""
+    if candidate.rank == 1:
+        own = candidate.batches.micro_batch
+        candidate.batches.micro_batch = lambda step, microbatch: own(step + 1, microbatch)
+
+
+def test_ranks_of_a_copy_that_read_other_samples_are_named():
+    text = refused(make_gpt, "tp=2", 2, inject=_reads_by_rank)
+    assert "E225 ranks 0, 1 hold one copy of the model and got different losses" in text
+
+
+def _norms_twice(candidate) -> None:
+    """The gradient of replicated weights is summed over tp although every rank has all of it."""
+    for name, parameter in candidate.engine.model.named_parameters():
+        if name.endswith("attention_norm.weight"):
+            parameter.register_hook(lambda gradient: gradient * 2)
+
+
+def _norm_counted_twice(candidate) -> None:
+    """Replicated weights enter the norm once for each rank that holds them."""
+    layout = candidate.engine.tensor_layout
+    object.__setattr__(layout, "counts", lambda name: True)
+
+
+def _no_sum_of_repeated_heads(candidate) -> None:
+    """Each rank keeps its own part of the gradient of key/value heads that all hold."""
+    for name, module in candidate.engine.model.named_modules():
+        if name.endswith("attention.key"):
+            shared, group, rows, cause = module.forward.args[1:]
+            module.forward = lambda x, m=module, s=shared, g=group, r=rows, c=cause: F.linear(
+                s.of(x, g, c), m.weight[r]
+            )
+
+
+@pytest.mark.parametrize(
+    ("fault", "build", "processes", "check_name"),
+    [
+        (_norms_twice, make_gpt, 2, "gradients"),
+        (_norm_counted_twice, make_gpt, 2, "grad_norm"),
+        (_no_sum_of_repeated_heads, make_llama, 4, "gradients"),
+    ],
+)
+def test_silent_faults_are_found(fault, build, processes, check_name):
+    result = meshwright.verify(
+        build,
+        language_model_loss,
+        Tokens(),
+        plan=f"tp={processes}",
+        processes=processes,
+        steps=1,
+        inject=fault,
+    )
+    assert not result.ok
+    assert not result.check(check_name).ok, result.table()
