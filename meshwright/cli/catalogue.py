@@ -652,13 +652,6 @@ CATALOGUE = (
         "Costs of forward are right; take gradients from the module.",
     ),
     CodeEntry(
-        "W205",
-        "batch statistics see one micro-step",
-        "A BatchNorm normalises by the samples of one micro-step, over all ranks. How many micro-steps a batch is cut "
-        "into is then a part of the model, as the batch itself is.",
-        "Keep the number of micro-steps (global batch / dp / micro batch) when you change the number of ranks.",
-    ),
-    CodeEntry(
         "W201",
         "tensor parallelism with uneven chunks",
         "plan.tp does not divide the number of heads, of channels or of rows. The run is exact; the ranks with the "
@@ -671,6 +664,13 @@ CATALOGUE = (
         "The attention has fewer key/value heads than plan.tp. Every rank holds all of their weights and computes one "
         "for each of its query heads; gradients of these weights are summed over the group in every micro-step.",
         "Nothing is wrong. A plan.tp of at most the number of key/value heads saves that sum.",
+    ),
+    CodeEntry(
+        "W205",
+        "batch statistics see one micro-step",
+        "A BatchNorm normalises by the samples of one micro-step, over all ranks. How many micro-steps a batch is cut "
+        "into is then a part of the model, as the batch itself is.",
+        "Keep the number of micro-steps (global batch / dp / micro batch) when you change the number of ranks.",
     ),
     CodeEntry(
         "W206",
