@@ -17,10 +17,12 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import DataGroups
 from meshwright.data.index_law import rank_range
 from meshwright.layout.policy import find_policy
+from meshwright.layout.recompute import parse_recompute
 from meshwright.mesh import MeshSpec
 from meshwright.models.gpt import GPT, GPTConfig
 from meshwright.models.initial import initialise
 from meshwright.models.loss import IGNORED_LABEL, language_model_loss
+from meshwright.recompute.install import install as install_recompute
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.testing.ranks import RankPool
 from meshwright.testing.reference import run_reference
@@ -47,13 +49,19 @@ class Parity:
 
 
 def check_parity(
-    pool: RankPool, policy: str, *, num_ranks: int, num_microbatches: int = 1, num_servers: int = 0
+    pool: RankPool,
+    policy: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int = 1,
+    num_servers: int = 0,
+    recompute: str = "none",
 ) -> Parity:
     """Train on `num_ranks` ranks and on this process alone; assert that they agree to 1e-12.
 
-    `num_servers` of the ranks, the last ones, are parameter servers.
+    `num_servers` of the ranks, the last ones, are parameter servers. Ranks compute again what `recompute` says.
     """
-    ranks = pool.run(_train_on_rank, num_ranks, policy, num_microbatches, num_servers)
+    ranks = pool.run(_train_on_rank, num_ranks, policy, num_microbatches, num_servers, recompute)
     losses, norms, parameters = _train_alone(num_microbatches)
     errors = []
     for rank in ranks:
@@ -70,14 +78,18 @@ def check_parity(
         f"{policy} on {num_ranks} ranks differs by {worst:.3g}"
     )
     described = f"{policy} on {num_ranks} rank{'s' if num_ranks > 1 else ''}, accumulate {num_microbatches}"
+    described += "" if recompute == "none" else f", recompute {recompute}"
     return Parity(described, len(errors), worst)
 
 
-def _train_on_rank(mesh: Any, policy: str, num_microbatches: int, num_servers: int) -> dict[str, Any]:
+def _train_on_rank(
+    mesh: Any, policy: str, num_microbatches: int, num_servers: int, recompute: str
+) -> dict[str, Any]:
     groups = groups_with_servers(mesh, num_servers)
     engine = ShardingEngine(
         small_gpt(), policy=find_policy(policy), groups=groups, device=torch.device("cpu")
     )
+    install_recompute(engine.model, parse_recompute(recompute), weights=engine.gatherer)
     state = TrainState(engine, ShardedOptimizer(_SPEC, engine.shards))
     results = [
         train_step(

@@ -17,7 +17,9 @@ from meshwright.lessons.pictures import bars, log_bars, stacked_bytes
 from meshwright.verification.job import Functions
 from tests.parity.verifying import Verifier
 
-PARITY = re.compile(r"✓ (\w+) on (\d) ranks?, accumulate (\d) = 1 process: (\d+) .* worst ([\d.e+-]+)")
+PARITY = re.compile(
+    r"✓ (\w+) on (\d) ranks?, accumulate (\d)(?:, recompute \S+)? = 1 process: (\d+) .* worst ([\d.e+-]+)"
+)
 
 
 @pytest.fixture
@@ -165,6 +167,23 @@ def test_lesson_8_draws_pipelines_and_their_figures(run_lesson):
     assert units["searched, keeps 1"] > units["gpipe"]
     assert "rank 1 → rank 3: samples [3]\n  rank 1 → rank 4: samples [4, 5]" in output
     assert "deadlock: rank 0 in 1send_activation1@1, rank 1 in 0send_gradient0@0" in output
+
+
+def test_lesson_6_trades_time_for_memory(run_lesson):
+    output = run_lesson(6)
+    kept = dict(re.findall(r"^  (none|selective|full) +█+ +([\d,]+) MiB$", output, re.MULTILINE))
+    formula = 34 * 2048 * 12288 + 5 * 96 * 2048**2, 34 * 2048 * 12288, 2 * 2048 * 12288
+    assert [int(number.replace(",", "")) for number in kept.values()] == [x / 2**20 for x in formula]
+    peaks = re.findall(r"^  k = (\d+) .* ([\d,]+) KiB at the peak$", output, re.MULTILINE)
+    bytes_at = {int(k): int(peak.replace(",", "")) for k, peak in peaks}
+    # N/k inputs, the layers of a part and two gradients, 64 KiB each.
+    assert bytes_at == {k: 64 * (16 // k + k + 1) for k in (1, 2, 4, 8, 16)}
+    runs = re.findall(r"^  N = +(\d+): 0 KiB kept beside it, +(\d+) forwards$", output, re.MULTILINE)
+    assert [(int(n), int(f)) for n, f in runs] == [(n, n + n * (n + 1) // 2) for n in (2, 4, 8, 16)]
+    times = re.findall(r"^ +(\d+)  █+ +(\d+)   [\d( ]", output, re.MULTILINE)
+    table = {6: 52, 7: 38, 8: 34, 10: 31, 14: 29, 18: 27, 22: 26, 26: 24}
+    assert {int(limit): int(time) for limit, time in times} == table
+    assert parities(output) == [("ddp", "2", "2"), ("zero3", "2", "2")]
 
 
 def test_lesson_13_breaks_it_and_finds_it(run_lesson, monkeypatch):
