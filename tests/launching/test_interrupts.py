@@ -45,7 +45,10 @@ def _interrupt_after(seconds: float, run_dir: Path, check) -> None:
 
 
 # Imports of the launcher, the server's import of torch (twice), the start of workers or work.
-@pytest.mark.parametrize("seconds", [0.15, 0.6, 1.2, 2.4])
+@pytest.mark.parametrize(
+    "seconds",
+    [0.15, pytest.param(0.6, marks=pytest.mark.parity), 1.2, pytest.param(2.4, marks=pytest.mark.parity)],
+)
 def test_ctrl_c_leaves_nothing(seconds: float, tmp_path, assert_session_empty) -> None:
     _interrupt_after(seconds, tmp_path, assert_session_empty)
 

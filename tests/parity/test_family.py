@@ -37,15 +37,23 @@ def check(ranks: Any, subject: str, optimizer: str, precision: str, shapes: list
     ("subject", "optimizer", "precision", "shapes"),
     [
         ("net", "sgd", "fp64", [Shape(4, 3, 2), Shape(4, 3, 2, "whole"), Shape(2, 3, 2)]),
-        ("gpt", "adamw", "fp64", [Shape(4, 1, 2, "whole"), Shape(3, 3, 1, "whole")]),
+        pytest.param(
+            "gpt",
+            "adamw",
+            "fp64",
+            [Shape(4, 1, 2, "whole"), Shape(3, 3, 1, "whole")],
+            marks=pytest.mark.parity,
+        ),
         ("llama", "adamw", "fp32", [Shape(4, 2, 2), Shape(3, 2, 1, "whole")]),
         ("gpt", "muon", "fp64", [Shape(3, 0), Shape(3, 3, 1, "whole"), Shape(4, 1, 2, "whole")]),
-        ("gpt", "muon", "bf16", [Shape(4, 3, 2, "whole")]),
-        ("resnet", "adamw", "fp64", [Shape(3, 3, 1, "whole"), Shape(3, 1, 3)]),
+        pytest.param("gpt", "muon", "bf16", [Shape(4, 3, 2, "whole")], marks=pytest.mark.parity),
+        pytest.param(
+            "resnet", "adamw", "fp64", [Shape(3, 3, 1, "whole"), Shape(3, 1, 3)], marks=pytest.mark.parity
+        ),
         ("net", "adamw", "fp64", [Shape(3, 0, transport="shm"), Shape(4, 3, 2, "whole", "shm")]),
         ("gpt", "adamw", "fp32", [Shape(2, 1, transport="shm"), Shape(4, 2, 2, transport="shm")]),
-        ("llama", "muon", "bf16", [Shape(3, 3, 1, "whole", "shm")]),
-        ("resnet", "sgd", "fp64", [Shape(3, 3, transport="shm")]),
+        pytest.param("llama", "muon", "bf16", [Shape(3, 3, 1, "whole", "shm")], marks=pytest.mark.parity),
+        pytest.param("resnet", "sgd", "fp64", [Shape(3, 3, transport="shm")], marks=pytest.mark.parity),
     ],
     ids=lambda value: None if isinstance(value, list) else value,
 )

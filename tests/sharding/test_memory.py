@@ -140,7 +140,16 @@ OFFLOAD = {"offload": True}
 
 
 @pytest.mark.parametrize(
-    ("world", "options"), [(1, {}), (2, {}), (3, {}), (1, BF16), (3, BF16), (2, OFFLOAD), (3, BF16 | OFFLOAD)]
+    ("world", "options"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.parity),
+        pytest.param(2, {}, marks=pytest.mark.parity),
+        (3, {}),
+        pytest.param(1, BF16, marks=pytest.mark.parity),
+        pytest.param(3, BF16, marks=pytest.mark.parity),
+        (2, OFFLOAD),
+        (3, BF16 | OFFLOAD),
+    ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_storage_at_four_moments(ranks, policy: str, world: int, options: dict[str, Any]) -> None:

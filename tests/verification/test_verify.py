@@ -58,7 +58,7 @@ FACTORS = {
 
 
 # The first rows of the cover hold most pairs; the rest run with `make parity`.
-NUM_DEFAULT = 10
+NUM_DEFAULT = 6
 CASES = [
     pytest.param(
         case,
