@@ -1,12 +1,13 @@
 """`meshwright draw`: pictures of what the system does, as text on the terminal or as SVG in a file.
 
 Owns the options and the choice of picture. Pictures stand with what they show: `exchange/draw.py`, `schedule/draw.py`,
-`graph/draw.py`; traces in `simulation/trace.py`.
+`graph/draw.py`, `tensor/blocks.py`; traces in `simulation/trace.py`.
 """
 
 from __future__ import annotations
 
 import difflib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,9 @@ from meshwright.exchange.cost import count
 from meshwright.exchange.draw import MOST_RANKS, before_and_after, step_by_step
 from meshwright.exchange.draw import as_svg as exchange_svg
 from meshwright.exchange.program import Collective
+from meshwright.tensor.blocks import as_svg as blocks_svg
+from meshwright.tensor.blocks import as_text as blocks_text
+from meshwright.tensor.blocks import make_product
 
 # What draws a collective by its own name: the algorithm that shows it best.
 _SHOWN_BY: dict[str, tuple[str, Collective]] = {
@@ -44,7 +48,10 @@ def draw(  # noqa: PLR0913 - each is an option of the command
         str | None,
         typer.Option(help="A preset, hf:PLACE, py:MODULE:FUNCTION, FILE.onnx, or FILE.json that this wrote."),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Ranks that bring values (collectives).")] = 4,
+    matmul: Annotated[
+        str | None, typer.Option(help="data, column, row or hybrid: blocks of one product y = x·w.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks (collectives: 4; matmul: 2, hybrid 4).")] = None,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks on one host (hierarchical).")] = 2,
     servers: Annotated[int, typer.Option(help="Servers (parameter_server).")] = 1,
     stages: Annotated[int, typer.Option(help="Ranks of the pipeline (schedules).")] = 4,
@@ -76,17 +83,25 @@ def draw(  # noqa: PLR0913 - each is an option of the command
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """A collective, blocks per rank; a pipeline schedule over time; or a model as a graph of tasks."""
-    if [collective, schedule, graph].count(None) != 2:
+    """A collective or a product, blocks per rank; a pipeline schedule over time; or a model as a graph of tasks."""
+    if [collective, schedule, graph, matmul].count(None) != 3:
         raise ConfigError(
-            "E109", "draw needs one of --collective, --schedule and --graph, e.g. --schedule 1f1b"
+            "E109", "draw needs one of --collective, --schedule, --graph and --matmul, e.g. --schedule 1f1b"
         )
     if trace is not None and schedule is None:
         raise ConfigError("E109", f"--trace {trace}: --trace is for schedules, e.g. --schedule 1f1b")
     suffix = "" if out is None else out.suffix
     if collective is not None:
-        sizes = {"ranks": ranks, "ranks_per_node": ranks_per_node, "servers": servers}
+        sizes = {"ranks": 4 if ranks is None else ranks, "ranks_per_node": ranks_per_node, "servers": servers}
         text, svg, facts = _collective(collective.replace("-", "_"), sizes)
+    elif matmul is not None:
+        product = make_product(matmul, (4 if matmul == "hybrid" else 2) if ranks is None else ranks)
+        text, svg = blocks_text(product), blocks_svg(product)
+        facts = {
+            "matmul": matmul,
+            "ranks": len(product.shares),
+            "shares": [asdict(s) for s in product.shares],
+        }
     elif graph is not None:
         from meshwright.cli.draw_graph import draw_graph
 

@@ -18,7 +18,7 @@ from meshwright.exchange.catalogue import make_exchange
 from meshwright.exchange.cost import formula
 from meshwright.exchange.draw import step_by_step
 from meshwright.layout.policy import find_policy
-from meshwright.lessons.parity import check_parity, groups_with_servers, samples, small_gpt
+from meshwright.lessons.parity import check_parity, groups_of, samples, small_gpt
 from meshwright.lessons.pictures import bars
 from meshwright.models.loss import language_model_loss
 from meshwright.sharding.engine import ShardingEngine
@@ -66,7 +66,7 @@ def main() -> None:
 
 def asynchronous(mesh: Any, bound: int) -> dict[str, Any]:
     """Train on workers that push and pull after each step of their own; worker 1 sleeps before each."""
-    groups = groups_with_servers(mesh, NUM_SERVERS)
+    groups = groups_of(mesh, NUM_SERVERS)
     own = DataGroups.of(alone("dp", groups.all))
     engine = ShardingEngine(small_gpt(), policy=find_policy("ddp"), groups=own, device=torch.device("cpu"))
     if groups.is_server:

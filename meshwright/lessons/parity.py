@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.adapt.tensor_parallel import split_model
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import DataGroups
 from meshwright.data.index_law import rank_range
 from meshwright.layout.policy import find_policy
 from meshwright.layout.recompute import parse_recompute
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.mesh import MeshSpec
 from meshwright.models.gpt import GPT, GPTConfig
 from meshwright.models.initial import initialise
@@ -56,12 +58,15 @@ def check_parity(
     num_microbatches: int = 1,
     num_servers: int = 0,
     recompute: str = "none",
+    num_tensor_ranks: int = 1,
 ) -> Parity:
     """Train on `num_ranks` ranks and on this process alone; assert that they agree to 1e-12.
 
-    `num_servers` of the ranks, the last ones, are parameter servers. Ranks compute again what `recompute` says.
+    `num_servers` of the ranks, the last ones, are parameter servers; `num_tensor_ranks` of them hold a copy together.
+    Ranks compute again what `recompute` says.
     """
-    ranks = pool.run(_train_on_rank, num_ranks, policy, num_microbatches, num_servers, recompute)
+    shape = num_microbatches, num_servers, num_tensor_ranks
+    ranks = pool.run(_train_on_rank, num_ranks, policy, shape, recompute)
     losses, norms, parameters = _train_alone(num_microbatches)
     errors = []
     for rank in ranks:
@@ -77,17 +82,19 @@ def check_parity(
     assert all(error <= TOLERANCE for error in errors), (
         f"{policy} on {num_ranks} ranks differs by {worst:.3g}"
     )
+    policy = policy if num_tensor_ranks == 1 else f"tp{num_tensor_ranks}_{policy}"
     described = f"{policy} on {num_ranks} rank{'s' if num_ranks > 1 else ''}, accumulate {num_microbatches}"
     described += "" if recompute == "none" else f", recompute {recompute}"
     return Parity(described, len(errors), worst)
 
 
-def _train_on_rank(
-    mesh: Any, policy: str, num_microbatches: int, num_servers: int, recompute: str
-) -> dict[str, Any]:
-    groups = groups_with_servers(mesh, num_servers)
+def _train_on_rank(mesh: Any, policy: str, shape: tuple[int, int, int], recompute: str) -> dict[str, Any]:
+    num_microbatches, num_servers, num_tensor_ranks = shape
+    groups, model = groups_of(mesh, num_servers, num_tensor_ranks), small_gpt()
+    split = None if groups.model is None else split_model(model, groups.model, None)[0]
+    layout = split or TensorLayout(1, 0)
     engine = ShardingEngine(
-        small_gpt(), policy=find_policy(policy), groups=groups, device=torch.device("cpu")
+        model, policy=find_policy(policy), groups=groups, device=mesh.device, tensor_layout=split
     )
     install_recompute(engine.model, parse_recompute(recompute), weights=engine.gatherer)
     state = TrainState(engine, ShardedOptimizer(_SPEC, engine.shards))
@@ -110,8 +117,11 @@ def _train_on_rank(
     ]
     pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
     for shard in engine.shards:
-        piece = (shard.piece.start, shard.piece.stop, shard.parameter.detach().flatten().clone())
-        pieces.setdefault(shard.name, []).append(piece)
+        flat, first = shard.parameter.detach().flatten().clone(), shard.piece.start
+        local = model.get_parameter(shard.name).shape
+        for there, start, stop in layout.runs(shard.name, local, first, shard.piece.stop):
+            piece = (there, there + stop - start, flat[start - first : stop - first])
+            pieces.setdefault(shard.name, []).append(piece)
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
@@ -150,8 +160,11 @@ def small_gpt() -> nn.Module:
     return model.double()
 
 
-def groups_with_servers(mesh: Any, num_servers: int) -> DataGroups:
-    """The ranks of `mesh`, the last `num_servers` of them as parameter servers."""
+def groups_of(mesh: Any, num_servers: int, num_tensor_ranks: int = 1) -> DataGroups:
+    """The ranks of `mesh`, the last `num_servers` of them as parameter servers, or copies on several ranks each."""
+    if num_tensor_ranks > 1:
+        spec = MeshSpec.of(dp_shard=mesh.world.size // num_tensor_ranks, tp=num_tensor_ranks)
+        return Mesh(spec, mesh.world, log=mesh.log, device=mesh.device).data_groups()
     if not num_servers:
         return mesh.data_groups()
     workers = MeshSpec.of(dp_shard=mesh.world.size - num_servers)

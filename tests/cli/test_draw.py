@@ -166,11 +166,11 @@ def test_a_schedule_with_replicas_and_its_trace(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        ([], "E109", "one of --collective, --schedule and --graph"),
+        ([], "E109", "one of --collective, --schedule, --graph and --matmul"),
         (
             ["--collective", "ring", "--schedule", "1f1b"],
             "E109",
-            "one of --collective, --schedule and --graph",
+            "one of --collective, --schedule, --graph and --matmul",
         ),
         (["--schedule", "1f1b", "--stages", "0"], "E230", "each is at least 1"),
         (["--schedule", "searched", "--stages", "0"], "E230", "each is at least 1"),
@@ -205,3 +205,14 @@ def test_refused(arguments, code, text):
     assert isinstance(error, MeshwrightError)
     assert error.code == code
     assert text in error.message
+
+
+def test_a_product_is_drawn_and_written(tmp_path):
+    shown = call("--matmul", "hybrid", "--json")
+    facts = json.loads(shown.output)
+    assert (facts["matmul"], facts["ranks"]) == ("hybrid", 4)
+    assert facts["shares"][3] == {"rows": [2, 4], "inner": [0, 5], "columns": [4, 8]}
+    assert facts["text"].startswith("y = x·w on 4 ranks, hybrid")
+    path = tmp_path / "column.svg"
+    assert call("--matmul", "column", "--out", str(path)).exit_code == 0
+    assert "y = x·w on 2 ranks, column" in path.read_text(encoding="utf-8")

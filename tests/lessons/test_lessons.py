@@ -256,3 +256,14 @@ def test_log_bars_stand_on_decades():
         "     |-------------------|-------------------|",
         "     1e-03               1e-02               1e-01",
     ]
+
+
+def test_lesson_07_pairs_products_and_cuts_the_loss(run_lesson):
+    output = run_lesson(7)
+    assert "y = x·w on 2 ranks, column" in output
+    assert re.search(r"naive +2 all-gather, 2 all-reduce ", output)
+    assert re.search(r"pair +2 all-reduce ", output)
+    assert re.search(r"4 ranks +.* 416 numbers", output)
+    assert re.search(r"all logits +.* 606 numbers", output)
+    assert re.search(r"four numbers +.* 48 numbers", output)
+    assert parities(output) == [("tp2_ddp", "4", "1"), ("tp2_zero3", "4", "1")]
