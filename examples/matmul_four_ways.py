@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import ops
+from meshwright.comm.ops import all_reduce
 from meshwright.tensor.blocks import Product, as_text, make_product
 from meshwright.testing.ranks import RankPool
 
@@ -37,7 +37,7 @@ def on_a_rank(mesh: Any, product: Product) -> tuple[Tensor, Tensor]:
     y[rows, columns] = x[rows, inner] @ w[inner, columns]
     w_grad[inner, columns] = x[rows, inner].t() @ g[rows, columns]
     for tensor in (y, w_grad):
-        ops.all_reduce(tensor, mesh.group("dp"), cause="whole").wait()
+        all_reduce(tensor, mesh.group("dp"), cause="whole").wait()
     return y, w_grad
 
 
