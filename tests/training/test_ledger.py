@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.capture.capture import capture
 from meshwright.comm.ops import DataGroups
 from meshwright.errors import DoesNotFitError, PlanError
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.layout.recompute import parse_recompute
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.partitioning.checkpointing import cost_of, forwards_of
+from meshwright.presets import find_model, matmul_flops_per_token
 from meshwright.training.activations import (
     Subject,
     budget_schedules,
@@ -24,6 +26,7 @@ from meshwright.training.activations import (
     layer_costs,
 )
 from meshwright.training.assemble import shard_model
+from meshwright.training.flops import counting_flops
 from meshwright.training.ledger import (
     ActivationMeter,
     Ledger,
@@ -109,10 +112,7 @@ def test_recomputation_keeps_less_and_executes_more() -> None:
 
 
 def test_three_counts_of_flops_agree() -> None:
-    """By formula, from shapes, and executed by a real run with plain attention counted in full."""
-    from meshwright.presets import find_model, matmul_flops_per_token
-    from meshwright.training.flops import counting_flops
-
+    """By formula, from the captured graph, from shapes, and executed by a real run."""
     subject = replace(make_subject(), model=make_gpt(dropout=0.0))
     preset = find_model("gpt-nano").with_changes(
         num_layers=4, dim=32, num_heads=2, ffn_dim=96, vocab_size=VOCAB, max_seq_len=SEQ
@@ -122,6 +122,8 @@ def test_three_counts_of_flops_agree() -> None:
         subject.loss(subject.model, subject.batch)[0].backward()
     by_shape = executed_flops(subject)
     assert by_shape == counter.get_total_flops()
+    graph = capture(subject.model, subject.loss, subject.batch)
+    assert graph.flops()(BATCH, SEQ) + graph.backward_flops()(BATCH, SEQ) == by_shape
     # A kernel's backward makes the scores again: 2.5 x its forward where the formula has 2.
     attention = 4 * 2 * 2 * BATCH * SEQ * SEQ * 32
     assert by_shape == pytest.approx(formula + attention * 0.5, rel=0.01)
