@@ -2,7 +2,7 @@
 
 Owns the tables of roles, and how a module of each role computes on its part. What is cut how is arithmetic of
 `layout/tensor_layout.py`; the products are those of `tensor/`. Modules between a column and a row split must take
-their widths from what comes in (`unflatten(-1, (-1, head_dim))`, `view(..., -1, head_dim)`).
+their widths from what comes in (`view(..., -1, head_dim)`), or from an attribute that counts heads under a usual name.
 
 [Note: one sum for several projections] Query, key and value read one tensor. Each of them is a module of its own, so
 the first that sees a tensor makes the copy whose gradient is summed over the group, and its siblings take the same one:
@@ -16,6 +16,7 @@ Simplification: outputs of the head are gathered, whatever loss follows.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,19 +73,27 @@ TABLES: tuple[Mapping[str, Role], ...] = (
 )
 
 
-def find_roles(model: nn.Module) -> dict[str, Role]:
-    """Module name to role, by the first table of which a pair of column and row matches.
+# Attributes of an attention that count its heads, of queries and of keys: they become this rank's own numbers.
+_HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
+_KV_HEAD_COUNTS = ("num_kv_heads", "n_kv_heads", "n_kv_head", "num_key_value_heads")
+
+
+def find_roles(model: nn.Module, own: Mapping[str, str] | None = None) -> dict[str, Role]:
+    """Module name to role, by the user's patterns, else by the first table of which a pair of column and row matches.
+
+    Args:
+        model: whole.
+        own: pattern of module names, or several with `|` between them, to role.
 
     Raises:
-        PlanError: E226 for a model that no table fits.
+        PlanError: E226 for a model that no table fits, E227 for a pattern that matches no layer or another role's.
     """
+    if own:
+        roles = _own_roles(model, own)
+        _check_pairs(roles)
+        return roles
     for table in TABLES:
-        roles = {
-            name: role
-            for name, module in model.named_modules()
-            for pattern, role in table.items()
-            if fnmatch.fnmatchcase(name, pattern) and type(module) in (nn.Linear, nn.Embedding)
-        }
+        roles = {name: role for pattern, role in table.items() for name in _matching(model, pattern)}
         if {"query", "output"} <= set(roles.values()) or {"column", "row"} <= set(roles.values()):
             _check_pairs(roles)
             return roles
@@ -92,8 +101,51 @@ def find_roles(model: nn.Module) -> dict[str, Role]:
         "E226",
         f"plan.tp > 1, and no layout is known for {type(model).__name__}: its modules are named neither as in our GPT "
         f"and Llama (attention.query, feed_forward.up) nor as in Llama of transformers (self_attn.q_proj, "
-        f"mlp.up_proj). Set plan.tp=1.",
+        f"mlp.up_proj). Name the roles of its layers in plan.layout, or set plan.tp=1.",
     )
+
+
+def _matching(model: nn.Module, patterns: str) -> list[str]:
+    """Linear layers and embeddings with a name of a pattern."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, nn.Embedding)
+        and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split("|"))
+    ]
+
+
+def _own_roles(model: nn.Module, own: Mapping[str, str]) -> dict[str, Role]:
+    roles: dict[str, Role] = {}
+    by: dict[str, str] = {}
+    for pattern, role in own.items():
+        found = _matching(model, pattern)
+        if not found:
+            layers = [
+                name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)
+            ]
+            near = difflib.get_close_matches(pattern, layers, 3, 0.0)
+            raise PlanError(
+                "E227",
+                f"plan.layout: {pattern!r} matches no nn.Linear and no nn.Embedding of {type(model).__name__}. Some of "
+                f"its {len(layers)} layers: {', '.join(near)}.",
+            )
+        for name in found:
+            if by.setdefault(name, pattern) != pattern:
+                raise PlanError(
+                    "E227",
+                    f"plan.layout: {by[name]!r} and {pattern!r} both match {name!r}. Give each layer one role.",
+                )
+            is_table = isinstance(model.get_submodule(name), nn.Embedding)
+            if is_table != (role == "vocabulary"):
+                kind = "nn.Embedding" if is_table else "nn.Linear"
+                raise PlanError(
+                    "E227",
+                    f"plan.layout: {pattern!r} = {role!r} matches {name!r}, an {kind}. An embedding has the role "
+                    f"vocabulary, and nothing else has it.",
+                )
+            roles[name] = cast(Role, role)
+    return roles
 
 
 def _check_pairs(roles: Mapping[str, Role]) -> None:
@@ -107,7 +159,7 @@ def _check_pairs(roles: Mapping[str, Role]) -> None:
             raise PlanError(
                 "E226",
                 f"plan.tp > 1: {parent!r} has {', '.join(sorted(found))} of a layout and not its other parts "
-                f"(query, key, value and output, or column and row). Set plan.tp=1.",
+                f"(query, key, value and output, or column and row). Name them in plan.layout, or set plan.tp=1.",
             )
 
 
@@ -164,7 +216,10 @@ class _Plan:
 
 
 def split_model(
-    model: nn.Module, group: Group, initialiser: Initialiser | None
+    model: nn.Module,
+    group: Group,
+    initialiser: Initialiser | None,
+    own_roles: Mapping[str, str] | None = None,
 ) -> tuple[TensorLayout, Initialiser | None]:
     """Leave this rank its part of `model`, whose parameters change their shapes in place, and swap the calls.
 
@@ -172,14 +227,16 @@ def split_model(
         model: whole, the same on every rank, on any device or without memory.
         group: the tensor-parallel ranks.
         initialiser: values of whole parameters on the meta device.
+        own_roles: see `find_roles`.
 
     Returns:
         The layout, and the initialiser of what is left.
 
     Raises:
-        PlanError: E201 for more ranks than a rank's part allows, E226 for a model without a known layout.
+        PlanError: E201 for more ranks than a rank's part allows, E226 for a model without a known layout, E227 for patterns
+            that do not fit.
     """
-    roles = find_roles(model)
+    roles = find_roles(model, own_roles)
     plan = _Plan(LayoutMaker(group.size, group.index), group)
     modules = dict(model.named_modules())
     parents: dict[str, list[str]] = {}
@@ -207,11 +264,7 @@ def split_model(
 
 
 def _plan_attention(plan: _Plan, modules: dict[str, Any], parent: str, named: dict[Role, str]) -> None:
-    head_dim = getattr(modules[parent], "head_dim", None)
-    if not isinstance(head_dim, int):
-        raise PlanError(
-            "E226", f"plan.tp > 1: {parent!r} has no attribute head_dim, the width of a head. Set plan.tp=1."
-        )
+    head_dim = _head_dim(modules[parent], parent, modules[named["query"]].out_features)
     num_heads = modules[named["query"]].out_features // head_dim
     num_kv = modules[named["key"]].out_features // head_dim
     maker = plan.maker
@@ -230,14 +283,36 @@ def _plan_attention(plan: _Plan, modules: dict[str, Any], parent: str, named: di
             _plan_repeated(plan, modules, named[role], repeated, shared)
     _plan_row(plan, modules, named["output"], widths)
     maker.call("all_reduce")  # backward, of the one copy
+    ours = heads.query[plan.group.index]
+    ours_kv = ours if heads.kv is None else heads.kv[plan.group.index]
+    for names, whole, part in ((_HEAD_COUNTS, num_heads, ours), (_KV_HEAD_COUNTS, num_kv, ours_kv)):
+        for name in names:
+            if vars(modules[parent]).get(name) == whole:
+                plan.attributes.append((modules[parent], name, part))
     if heads.kv is None:
         maker.warn(
             f"W203 tp={plan.group.size} exceeds {num_kv} key/value heads of {parent.rpartition('.')[2]}: every rank "
             f"holds all of them, and computes one for each of its query heads"
         )
-        # Their number a query head is 1 here; classes of transformers repeat by this attribute.
+        # One a query head: classes of transformers repeat by this attribute.
         if isinstance(getattr(modules[parent], "num_key_value_groups", None), int):
             plan.attributes.append((modules[parent], "num_key_value_groups", 1))
+
+
+def _head_dim(attention: nn.Module, name: str, width: int) -> int:
+    """Width of a head, as the attention says it or its number of heads."""
+    head_dim = getattr(attention, "head_dim", None)
+    if isinstance(head_dim, int):
+        return head_dim
+    for count in _HEAD_COUNTS:
+        value = getattr(attention, count, None)
+        if isinstance(value, int) and value and width % value == 0:
+            return width // value
+    raise PlanError(
+        "E226",
+        f"plan.tp > 1: {name!r} has no attribute head_dim, the width of a head, and none of "
+        f"{', '.join(_HEAD_COUNTS)}. Set plan.tp=1.",
+    )
 
 
 def _plan_feed_forward(plan: _Plan, modules: dict[str, Any], columns: Sequence[str], row: str) -> None:
@@ -335,7 +410,9 @@ def _embedding(module: nn.Embedding, group: Group, first: int, cause: str, token
     if padding is not None and first <= padding < first + weight.shape[0]:
         # The padding's row gets no gradient, as in one table.
         weight = torch.where(
-            (torch.arange(weight.shape[0]) == padding - first)[:, None], weight.detach(), weight
+            (torch.arange(weight.shape[0], device=weight.device) == padding - first)[:, None],
+            weight.detach(),
+            weight,
         )
     return vocabulary.embedding(tokens, weight, group, first=first, cause=cause)
 

@@ -360,9 +360,16 @@ CATALOGUE = (
         "E226",
         "no tensor-parallel layout for this model",
         "plan.tp splits matrices by the names of modules: those of our GPT and Llama, and of Llama, Mistral and Qwen2 "
-        "in transformers. Query, key, value and output must all be there, or column and row halves of a feed-forward, "
-        "and the attention must say the width of a head (head_dim).",
-        "Set plan.tp = 1, or name the modules of your model as one of these does.",
+        "in transformers, or those of plan.layout. Query, key, value and output must all be there, or column and row "
+        "halves of a feed-forward, and the attention must say the width of a head (head_dim) or how many it has.",
+        "Name the roles of your model's layers in plan.layout, or set plan.tp = 1.",
+    ),
+    CodeEntry(
+        "E227",
+        "a pattern of plan.layout that does not fit the model",
+        "plan.layout names the role of each nn.Linear and nn.Embedding that plan.tp splits, by patterns of module "
+        "names. A pattern matches no layer, two of them match the same one, or the role is for another kind of layer.",
+        "Take names of `model.named_modules()`; * stands for any text, | separates patterns.",
     ),
     CodeEntry(
         "E228",

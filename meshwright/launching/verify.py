@@ -11,7 +11,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from meshwright.launching.messages import WorkerContext
 from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.training.config import Resolved, RunConfig, load_config
 from meshwright.training.planning import local_world_size, num_workers_of, plan_of
+from meshwright.training.units import toml_literal
 from meshwright.verification.cut import cut_overrides, eps_override
 from meshwright.verification.job import Functions, Handover, RankReport, Reference, VerifyJob
 from meshwright.verification.judge import judge
@@ -64,6 +65,7 @@ class VerifyOptions(TypedDict, total=False):
         seed: of weights and sample order, default 0.
         resume: whether another layout also goes on from a checkpoint of the candidate; default: yes, where the
             candidate itself is right.
+        layout: roles of the model's layers under tp, as in `plan.layout`.
         inject: commits a fault on every candidate rank before training; see `CandidateRank`.
     """
 
@@ -74,6 +76,7 @@ class VerifyOptions(TypedDict, total=False):
     clip_norm: float
     seed: int
     resume: bool
+    layout: Mapping[str, str]
     inject: Callable[[CandidateRank], None]
 
 
@@ -153,6 +156,7 @@ def _config_of_functions(plan: str, processes: int, options: VerifyOptions) -> R
     overrides.append(f"train.optimizer.name={options.get('optimizer', 'adamw')}")
     overrides.append(f"train.clip_norm={float(options.get('clip_norm', 1.0))}")
     overrides.append(f"train.seed={options.get('seed', 0)}")
+    overrides += _layout_overrides(options.get("layout", {}).items())
     config = load_config(None, overrides).config
     micro = config.plan.micro_batch or _DEFAULT_MICRO_BATCH
     workers = num_workers_of(config, processes)
@@ -309,6 +313,11 @@ def _plan_overrides(plan: str) -> list[str]:
     return [f"plan.{part.strip()}" for part in plan.split(",") if part.strip()]
 
 
+def _layout_overrides(layout: Iterable[tuple[str, str]]) -> list[str]:
+    roles = ", ".join(f"{toml_literal(pattern)} = {toml_literal(role)}" for pattern, role in layout)
+    return [f"plan.layout={{{roles}}}"] if roles else []
+
+
 def _read_source(source: str) -> tuple[Path | None, list[str]]:
     """The run file of a source and the overrides that it stands for."""
     if source.startswith("py:"):
@@ -344,6 +353,7 @@ def _lock_overrides(path: Path) -> list[str]:
         f"plan.processes={plan.world_size}",
         f"plan.zero={zero}",
     ]
+    sizes += _layout_overrides(plan.layout)
     if plan.mesh.size("dp_replicate") > 1:
         sizes.append(f"plan.hsdp={plan.mesh.size('dp_shard')}")
     if plan.servers:

@@ -19,6 +19,7 @@ class PlanRequest:
     Attributes:
         policy: `ddp`, `zero1` ... or a ZeRO stage.
         tp: tensor-parallel ranks, which hold one copy of the model together.
+        layout: roles of layers under tp.
         dp: data-parallel size; None takes what the other axes leave of the world.
         micro_batch: samples a rank and micro-step; None makes one micro-step.
         precision: element type of forward and backward.
@@ -47,6 +48,7 @@ class PlanRequest:
     servers: int | None = None
     staleness: int | None = None
     tp: int = 1
+    layout: tuple[tuple[str, str], ...] = ()
 
 
 def make_plan(
@@ -104,6 +106,7 @@ def make_plan(
         recompute=request.recompute,
         servers=servers,
         staleness=request.staleness,
+        layout=request.layout,
     )
 
 

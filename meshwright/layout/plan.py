@@ -33,6 +33,7 @@ class TrainPlan:
         transport: what carries them; `auto` is NCCL between GPUs, shared memory between CPU processes of one host,
             else Gloo.
         recompute: what is computed again in backward instead of being kept.
+        layout: pattern of module names and role of each kind of layer under tp; empty: by known names.
         servers: ranks behind those of the mesh that hold and update the parameters (sync `parameter_server`).
         staleness: steps that a worker may be ahead of the slowest; None: all make the same step together.
     """
@@ -49,6 +50,7 @@ class TrainPlan:
     recompute: RecomputePlan = NOTHING_AGAIN
     servers: int = 0
     staleness: int | None = None
+    layout: tuple[tuple[str, str], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -88,6 +90,7 @@ class TrainPlan:
         value: dict[str, Any] = json.loads(text)
         value["mesh"] = MeshSpec.of(**value["mesh"])
         value["recompute"] = parse_recompute(value.get("recompute", "none"))
+        value["layout"] = tuple((pattern, role) for pattern, role in value.get("layout", ()))
         value["policy"] = dataclasses.replace(find_policy(value["policy"]["name"]), **value["policy"])
         return cls(**value)
 

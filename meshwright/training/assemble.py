@@ -52,7 +52,7 @@ def shard_model(
     check_same_model(model, groups.everyone, device=device)
     layout = None
     if groups.model is not None:
-        layout, initialiser = split_model(model, groups.model, initialiser)
+        layout, initialiser = split_model(model, groups.model, initialiser, dict(plan.layout))
     engine = ShardingEngine(
         model,
         policy=plan.policy,

@@ -45,6 +45,7 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         servers=config.plan.servers,
         staleness=config.plan.staleness,
         tp=config.plan.tp,
+        layout=tuple(config.plan.layout.items()),
     )
     plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source

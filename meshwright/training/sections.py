@@ -29,6 +29,7 @@ from pydantic_core import PydanticCustomError
 
 from meshwright.errors import ConfigError, PlanError
 from meshwright.layout.recompute import parse_recompute
+from meshwright.layout.tensor_layout import Role
 from meshwright.presets import find_model
 from meshwright.training.units import (
     EvalEvery,
@@ -361,6 +362,8 @@ class PlanConfig(Section):
     """Size of a gradient bucket, e.g. "25 MiB"; unset: chosen by the policy."""
     tp: Annotated[int, Field(ge=1)] = 1
     """Tensor-parallel ranks."""
+    layout: dict[str, Role] = Field(default_factory=dict)
+    """Roles of a model's layers under tp, {"*.wq" = "query"}; unset: by the names of known models."""
     sequence_parallel: bool = False
     """Norms and residuals split along the sequence between tensor-parallel products."""
     pp: Annotated[int, Field(ge=1)] = 1

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.adapt.dropout import stateless
-from meshwright.adapt.tensor_parallel import split_model
+from meshwright.adapt.tensor_parallel import find_roles, split_model
 from meshwright.comm.log import CommLog
 from meshwright.comm.ops import Group
 from meshwright.comm.rng import MicroStep
@@ -144,6 +144,39 @@ def test_an_embedding_that_looks_at_whole_rows_is_refused():
     model.token_embedding.max_norm = 1.0
     with pytest.raises(PlanError, match="the embedding 'token_embedding' has max_norm"):
         split_model(model, group_of(2), None)
+
+
+def test_a_number_of_heads_becomes_the_ranks_own():
+    model = make_gpt()
+    attention = model.blocks[0].attention
+    del attention.head_dim
+    attention.n_head = 6
+    split_model(model, group_of(4, 3), None)
+    assert attention.n_head == 1
+    assert attention.query.weight.shape == (4, 24)
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        (
+            {"*.wq": "query"},
+            "'*.wq' matches no nn.Linear and no nn.Embedding of GPT. Some of its 9 layers: blocks.0",
+        ),
+        ({"*.up": "column", "blocks.0.*.up": "row"}, "both match 'blocks.0.feed_forward.up'"),
+        ({"position_embedding": "column"}, "an nn.Embedding. An embedding has the role vocabulary"),
+    ],
+)
+def test_patterns_that_do_not_fit_are_refused(roles, text):
+    with pytest.raises(PlanError) as caught:
+        find_roles(make_gpt(), roles)
+    assert caught.value.code == "E227"
+    assert text in caught.value.message
+
+
+def test_patterns_take_alternatives():
+    roles = find_roles(make_gpt(), {"*.up|*.gate": "column", "*.down": "row"})
+    assert roles == {"blocks.0.feed_forward.up": "column", "blocks.0.feed_forward.down": "row"}
 
 
 # Dropout between a column and a row split.

@@ -143,6 +143,51 @@ def test_tensor_parallel_with_everything_else(plan, processes, precision):
         check({"subject": subject}, plan, processes, steps=2, precision=precision)
 
 
+class Handmade(nn.Module):
+    """An attention with its number of heads as a constant, and a feed-forward with an activation of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = 4
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        heads = [
+            w(x).view(batch, length, self.n_head, -1).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        ]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Mine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 16)
+        self.mixer = Handmade()
+        self.mlp = nn.Sequential(nn.Linear(16, 50), nn.GELU(), nn.Linear(50, 16))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        x = x + self.mixer(x)
+        return self.head(x + self.mlp(x))
+
+
+ROLES = {
+    "table": "vocabulary", "*.wq": "query", "*.wk": "key", "*.wv": "value", "*.wo": "output",
+    "mlp.0": "column", "mlp.2": "row", "head": "gathered",
+}  # fmt: skip
+
+
+def test_a_model_of_ones_own_by_patterns():
+    result = meshwright.verify(
+        Mine, language_model_loss, Tokens(), plan="tp=2,zero=3", processes=2, steps=2, layout=ROLES
+    )
+    assert result.ok, result.table()
+    assert result.check("counts").compared > 0
+
+
 def test_training_prints_the_same_numbers_whatever_tp_is(tmp_path):
     """Loss, norm and held-out loss of `train`, and its result: one report for all ranks."""
     found = []
