@@ -233,8 +233,8 @@ def split_model(
         The layout, and the initialiser of what is left.
 
     Raises:
-        PlanError: E201 for more ranks than a rank's part allows, E226 for a model without a known layout, E227 for patterns
-            that do not fit.
+        PlanError: E201 for more ranks than a rank's part allows, E226 for a model without a known layout, E227 for
+            patterns that do not fit.
     """
     roles = find_roles(model, own_roles)
     plan = _Plan(LayoutMaker(group.size, group.index), group)
