@@ -95,6 +95,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, name: str, weights: Weights) -> None:
         super().__init__()
         self._name, self._weights = name, weights
+        self._checkpoint = _checkpoint_in_force()
         # Results of regions that are still score matrices: identity to (tensor, its version, region, its number).
         self._scores: dict[int, tuple[weakref.ref[Tensor], int, _Region, int]] = {}
 
@@ -105,17 +106,21 @@ class _Watch(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return self._fused(func, args, kwargs)
+            return func(*args, **kwargs) if self._is_in_checkpoint() else self._fused(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name not in _PRODUCTS and not _STEPS.fullmatch(name):
             return func(*args, **kwargs)
         region = next((found for t in tensors_in(args) if (found := self._region_of(t)) is not None), None)
         if region is None:
-            if name not in _PRODUCTS or not _makes_scores(args):
+            if name not in _PRODUCTS or not _makes_scores(args) or self._is_in_checkpoint():
                 return func(*args, **kwargs)
             region = _Region(f"attention in module {self._name!r}", self._weights)
             return self._step(region, func, args, kwargs, goes_on=True)
         return self._step(region, func, args, kwargs, goes_on=name not in _PRODUCTS)
+
+    def _is_in_checkpoint(self) -> bool:
+        """Inside of a checkpoint that the module itself made: its second run is not watched, and it keeps nothing."""
+        return _checkpoint_in_force() is not self._checkpoint
 
     def _region_of(self, tensor: Tensor) -> _Region | None:
         found = self._scores.get(id(tensor))
@@ -188,6 +193,14 @@ class _Watched:
             return self._forward(*args, **kwargs)
         with _Watch(self._name, self._weights):
             return self._forward(*args, **kwargs)
+
+
+def _checkpoint_in_force() -> object:
+    """The hook by which the innermost of torch's checkpoints keeps tensors, if it is the innermost hook."""
+    # Private: nothing public tells which hooks are in force (guarded by a test).
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    inner = None if hooks is None else hooks[0]
+    return inner if getattr(inner, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def _makes_scores(args: Sequence[Any]) -> bool:

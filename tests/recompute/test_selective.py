@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.layout.recompute import parse_recompute
 from meshwright.recompute.install import install
@@ -105,6 +107,19 @@ def test_no_score_matrix_waits_for_backward(kind: str) -> None:
     assert kept(kind, "none") - kept(kind, "selective") >= 3 * 2 * scores
     assert kept(kind, "selective") < kept("fused", "none") + 3 * 2 * masks
     assert kept("fused", "selective") == kept("fused", "none")
+
+
+@pytest.mark.parametrize("kind", ["written", "fused, no kernel"])
+def test_inside_of_a_checkpoint_that_a_module_makes_nothing_is_watched(kind: str, monkeypatch) -> None:
+    model = make(kind)
+    for block in model:
+        attention = block.attention.forward
+        block.attention.forward = partial(checkpoint, attention, use_reentrant=False)
+    x = torch.randn(BATCH, SEQ, DIM, dtype=torch.float64, requires_grad=True)
+    expected = gradients(model, x)
+    install(model, parse_recompute("selective"))
+    monkeypatch.setattr(_Region, "_again", lambda _: pytest.fail("attention inside of a checkpoint was held"))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
 
 
 def test_a_product_with_a_weight_is_no_attention() -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from meshwright.comm.mesh import Mesh
 from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.layout.policy import find_policy
+from meshwright.layout.recompute import parse_recompute
 from meshwright.mesh import MeshSpec
 from meshwright.training.own_build import Site, build_model
 from meshwright.training.own_optimizer import make_own_optimizer
@@ -151,6 +152,7 @@ class ShardedLab(PlainLab):
         seed: int = 0,
         copies: int = 1,
         precision: Precision = "fp64",
+        recompute: str = "none",
     ) -> None:
         """`policy` may end in `/whole`; `copies` of the model are trained by as many ranks each."""
         self.rank, self.world = mesh.rank, mesh.world.size
@@ -159,7 +161,8 @@ class ShardedLab(PlainLab):
         row = dataclasses.replace(find_policy(name, bucket_bytes=512), ownership=ownership or "flat")
         spec = MeshSpec.of(dp_replicate=copies, dp_shard=self.world // copies)
         self.mesh = Mesh(spec, mesh.world, log=mesh.log, device=torch.device("cpu"))
-        self.plan = TrainPlan(spec, row, ROWS, ROWS // self.world, 1, precision)
+        again = parse_recompute(recompute)
+        self.plan = TrainPlan(spec, row, ROWS, ROWS // self.world, 1, precision, recompute=again)
 
     def build(self, build: Callable[[], nn.Module], loss: Any = None) -> Any:
         site = Site(self.plan, self.mesh, self.rules)

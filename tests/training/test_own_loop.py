@@ -17,8 +17,9 @@ CLIP = 0.7
 Outcome = dict[str, tuple[list[float], list[tuple[str, int, Tensor]]]]
 
 
-def _run(mesh: Any, policy: str, copies: int, names: list[str]) -> Outcome:
-    return {name: PROGRAMS[name](ShardedLab(mesh, policy, CLIP, copies=copies)) for name in names}
+def _run(mesh: Any, policy: str, copies: int, names: list[str], recompute: str = "none") -> Outcome:
+    labs = {name: ShardedLab(mesh, policy, CLIP, copies=copies, recompute=recompute) for name in names}
+    return {name: PROGRAMS[name](lab) for name, lab in labs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,20 @@ def test_programs_compute_what_plain_pytorch_does(
     ranks, expected: Outcome, policy: str, world: int, copies: int
 ) -> None:
     _check(expected, ranks.run(_run, world, policy, copies, list(PROGRAMS), timeout=120.0))
+
+
+@pytest.mark.parametrize(
+    ("policy", "recompute"),
+    [
+        ("zero3", "constant"),
+        pytest.param("ddp", "full", marks=pytest.mark.parity),
+        pytest.param("zero1", "every:2", marks=pytest.mark.parity),
+        pytest.param("zero3/whole", "full", marks=pytest.mark.parity),
+    ],
+)
+def test_what_runs_again_changes_no_program(ranks, expected: Outcome, policy: str, recompute: str) -> None:
+    with_blocks = ["mean_loss", "weighted_loss", "gradient_penalty", "several_backwards"]
+    _check(expected, ranks.run(_run, 2, policy, 1, with_blocks, recompute, timeout=120.0))
 
 
 def _low_precision(mesh: Any, policy: str, precision: str, largest: float) -> Any:

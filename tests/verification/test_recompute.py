@@ -83,6 +83,58 @@ def test_patterns_under_zero3(monkeypatch) -> None:
     assert result.ok, result.table()
 
 
+@pytest.mark.parametrize(
+    ("plan", "processes"),
+    [
+        ("transport=shm,zero=3,recompute=every:2", 2),
+        pytest.param("sync=parameter_server,recompute=full", 3, marks=pytest.mark.parity),
+        pytest.param("sync=parameter_server,servers=2,recompute=constant", 4, marks=pytest.mark.parity),
+        pytest.param("transport=shm,zero=2,recompute=constant", 3, marks=pytest.mark.parity),
+        pytest.param("transport=shm,zero=3,recompute=full", 2, marks=pytest.mark.parity),
+    ],
+)
+def test_on_other_transports_and_with_servers(plan: str, processes: int, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = meshwright.verify(
+        Blocks, loss_of_labels, Rows(), plan=plan, processes=processes, steps=2, resume=False
+    )
+    assert result.ok, result.table()
+
+
+def gpt2_that_checkpoints() -> nn.Module:
+    """A model of transformers whose own gradient checkpointing is on."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 31}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **sizes))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def loss_of_logits(model, batch):
+    logits = model(input_ids=batch["tokens"]).logits
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum"
+    )
+    return total, (batch["labels"] != -100).sum()
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("word", ["full", "every:2", "constant", "selective"])
+def test_around_a_models_own_checkpoints(zero: int, word: str, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = meshwright.verify(
+        gpt2_that_checkpoints,
+        loss_of_logits,
+        Tokens(),
+        plan=f"zero={zero},recompute={word}",
+        processes=2,
+        steps=2,
+        resume=False,
+    )
+    assert result.ok, result.table()
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(PlanError, match="is for repeated blocks"):
         meshwright.verify(
