@@ -98,6 +98,14 @@ def end_line(step: int, losses: Sequence[float], eval_loss: float | None, *, sec
     return f"done   {step} steps   loss {losses[0]:.4f} → {losses[-1]:.4f}{held}   {seconds:.3f} s a step"
 
 
+def control_line(losses: Mapping[str, float]) -> str:
+    """The control: last tokens from their context, `ordered` and `shuffled`."""
+    return (
+        f"control last token {losses['ordered']:.4f} from its context, {losses['shuffled']:.4f} from the same "
+        f"tokens shuffled: {losses['shuffled'] - losses['ordered']:+.4f}"
+    )
+
+
 def mfu_line(mfu: float, causal: float, peak: str, *, on_gpu: bool) -> str:
     """Utilisation, counted in the two ways that are common."""
     text = f"mfu    {mfu:.1%} with full attention, {causal:.1%} with causal, of {peak}"

@@ -6,7 +6,6 @@ and writes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
@@ -22,10 +21,9 @@ from meshwright.checkpoint.folder import FOLDER_NAME, ResumeFrom
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.watchdog import Watchdog
-from meshwright.data.batches import Batches, MapStyle, heldout_batches
-from meshwright.data.control import LastLabelOnly
+from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
-from meshwright.errors import ConfigError, NumericsError, PlanError
+from meshwright.errors import NumericsError, PlanError
 from meshwright.layout.tensor_layout import CutRegion
 from meshwright.training import header
 from meshwright.training.activations import budget_schedules, subject_of
@@ -36,9 +34,10 @@ from meshwright.training.config import RunConfig
 from meshwright.training.console import Console
 from meshwright.training.determinism import prepare
 from meshwright.training.device import choose_device
+from meshwright.training.extent import learning_rate_of, total_steps_of
 from meshwright.training.facts import run_facts
 from meshwright.training.flops import Peak, device_peak
-from meshwright.training.learning_rate import LearningRate
+from meshwright.training.heldout import HeldOut
 from meshwright.training.ledger import recompute_share, usable_bytes
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.metrics import (
@@ -56,8 +55,8 @@ from meshwright.training.precision import MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.run_ledger import RunLedger
 from meshwright.training.state import TrainState
-from meshwright.training.step import StepResult, evaluate, first_count, no_samples, train_step
-from meshwright.training.task import Task, make_task, model_numbers
+from meshwright.training.step import StepResult, first_count, no_samples, train_step
+from meshwright.training.task import make_task, model_numbers
 from meshwright.training.tree import cast_batch
 
 
@@ -145,8 +144,11 @@ class Run:
         if self.ledger is not None:
             self.ledger.meet(self.state)
         self._use_geometry(self._geometry())
-        self.total_steps = self._total_steps(self.task)
-        self.learning_rate = self._learning_rate()
+        self.heldout = HeldOut(
+            self.state.engine, self.plan, self.groups, self.loss, config.train.eval_samples
+        )
+        self.total_steps = total_steps_of(config.train, self.task, global_batch=self.plan.global_batch)
+        self.learning_rate = learning_rate_of(config.train, self.total_steps)
         self.peak: Peak | None = device_peak(device, self.plan.precision)
         self.meter = Meter(
             self.task.flops,
@@ -227,34 +229,6 @@ class Run:
             num_microbatches=self.plan.num_microbatches,
             dp_size=self.groups.num_workers,
             dp_rank=self.groups.workers.index,
-        )
-
-    def _total_steps(self, task: Task) -> int | None:
-        """Length of the run in steps; None when it stops by time."""
-        stop, batch = self.config.train.stop_at, self.plan.global_batch
-        if stop.unit == "seconds":
-            return None
-        if stop.unit == "steps":
-            return int(stop.amount)
-        if stop.unit == "epochs":
-            return max(1, math.ceil(stop.amount * len(task.train_data) / batch))
-        if "sequence" not in task.shape:
-            raise ConfigError(
-                "E102",
-                f'train.stop_at = "{stop}": samples of {task.name} are not token sequences of a known '
-                f'length; write "5000 steps", "2 epochs" or "6h".',
-            )
-        return max(1, math.ceil(stop.amount / (batch * task.shape["sequence"])))
-
-    def _learning_rate(self) -> LearningRate:
-        schedule, total = self.config.train.schedule, self.total_steps
-        return LearningRate(
-            schedule.name,
-            peak=self.config.train.optimizer.lr,
-            warmup_steps=schedule.warmup.num_steps(total or 0),
-            decay_steps=schedule.decay.num_steps(total or 0),
-            total_steps=total,
-            final_ratio=schedule.final_ratio,
         )
 
     # The loop.
@@ -393,37 +367,16 @@ class Run:
         """Held-out loss over all ranks; None where the task has no held-out data."""
         if self.task.heldout_data is None:
             return None
-        self.progress.eval_loss = self._loss_on(self.task.heldout_data)
+        self.progress.eval_loss = self.heldout.loss_on(self.task.heldout_data)
         return self.progress.eval_loss
 
-    def _loss_on(self, dataset: MapStyle) -> float:
-        if self.groups.is_server:
-            return evaluate(self.state.engine, (), loss=self.loss, group=self.group)
-        batches = heldout_batches(
-            dataset,
-            self.config.train.eval_samples,
-            batch_size=self.plan.micro_batch,
-            dp_size=self.groups.num_workers,
-            dp_rank=self.groups.workers.index,
-        )
-        dtype = MASTER_DTYPES[self.plan.precision]
-        moved = (cast_batch(batch, dtype, self.device) for batch in batches)
-        return evaluate(self.state.engine, moved, loss=self.loss, group=self.group)
-
     def _control(self) -> dict[str, float] | None:
-        """Loss of the last token of held-out sequences, from the context as it is and shuffled."""
+        """What the control found, where one is asked for and the run came to its end."""
         asked = self.config.train.control == "shuffled_context" and not self.is_stopped
-        wanted = asked and "sequence" in self.task.shape
-        if not wanted or self.task.heldout_data is None:
+        if not asked or "sequence" not in self.task.shape or self.task.heldout_data is None:
             return None
-        losses = {
-            name: self._loss_on(LastLabelOnly(self.task.heldout_data, shuffled=name == "shuffled"))
-            for name in ("ordered", "shuffled")
-        }
-        self.console.line(
-            f"control last token {losses['ordered']:.4f} from its context, {losses['shuffled']:.4f} from the same "
-            f"tokens shuffled: {losses['shuffled'] - losses['ordered']:+.4f}"
-        )
+        losses = dict(self.heldout.shuffled_context(self.task.heldout_data))
+        self.console.line(header.control_line(losses))
         return losses
 
     # What people see.
