@@ -142,7 +142,7 @@ OTHERS: dict[str, Build] = {
 }
 # The stem of a ResNet is a sequence too, and works in place: only its blocks run again.
 PATTERNS = {"ResNet-50, narrow": "blocks.*"}
-WORDS = ("none", "full", "every:2", "selective", "constant", "budget:3 MiB")
+WORDS = ("none", "full", "every:2", "selective", "constant", "budget:1 MiB")
 
 
 @dataclass(frozen=True)
