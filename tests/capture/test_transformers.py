@@ -50,6 +50,7 @@ def test_a_causal_model_is_captured_as_it_runs():
     assert kept_by_autograd(model, causal_lm_loss, text(2, 17)) == graph.saved_bytes()(2, 17)
 
 
+@pytest.mark.parity
 def test_padding_that_a_batch_brings_stays_a_mask():
     batch = text(3, 12, "attention_mask")
     batch["attention_mask"][0, 9:] = 0
@@ -78,6 +79,7 @@ def test_the_registry_of_masks_is_as_before():
     assert REGISTRY["sdpa"] is before
 
 
+@pytest.mark.parity
 def test_a_window_that_hides_something_is_a_mask():
     sizes = {**SIZES, **HEADS, "sliding_window": 8, "vocab_size": 64}
     model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes)).double()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from meshwright.comm.mesh import world_of
 
 TARGETS = Path(__file__).with_name("launch_targets.py")
@@ -67,6 +69,7 @@ def test_slurm_variables_are_enough(tmp_path) -> None:
         assert (tmp_path / f"done{rank}").read_text() == "38 of attempt 0"
 
 
+@pytest.mark.parity
 def test_watchdog_needs_no_launcher_of_ours(tmp_path) -> None:
     waiting, hanging = _start_slurm_ranks(tmp_path, "hang")
     try:

@@ -65,7 +65,11 @@ def _is_working(run_dir: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.parity),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_signals_during_work(number: int, code: int, tmp_path, assert_session_empty) -> None:
     parent = _start(tmp_path)

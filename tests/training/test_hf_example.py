@@ -24,6 +24,7 @@ def run(folder: Path, *arguments: str) -> tuple[float, float]:
     return float(match[1]), float(match[2])
 
 
+@pytest.mark.parity
 def test_a_folder_with_weights_and_tokens(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     text = "the quick brown fox jumps over the lazy dog\n" * 80
