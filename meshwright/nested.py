@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """`value` with `function` applied to every tensor in nested dicts, lists, tuples and named tuples."""
-    if isinstance(value, Tensor):
+    return map_values(value, Tensor, function)
+
+
+def map_values(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
+    """As `map_tensors`, for whatever is of `kind`."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
+        return {key: map_values(item, kind, function) for key, item in value.items()}
     if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple
-        return type(value)(*(map_tensors(item, function) for item in value))
+        return type(value)(*(map_values(item, kind, function) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, function) for item in value)
+        return type(value)(map_values(item, kind, function) for item in value)
     return value
 
 

@@ -700,6 +700,13 @@ CATALOGUE = (
         "Leave plan.offload out; plan.zero = 1 to 3 cut the optimizer's state over ranks.",
     ),
     CodeEntry(
+        "W209",
+        "16 bits round once more under tensor parallelism",
+        "A row-split product is a sum over tp ranks of partial products, and each is rounded to 16 bits before the sum. "
+        "One device rounds the whole product once. `verify` can find gradients of the first step beyond its limits.",
+        'Set plan.precision = "fp32", or plan.tp = 1 with plan.zero = 3, where results must not depend on the mesh.',
+    ),
+    CodeEntry(
         "W210",
         "saved tensors that have nowhere to go",
         'plan.recompute = "offload" moves what backward needs from the device to host memory. On CPU processes these '

@@ -25,7 +25,7 @@ from meshwright.comm.transports.nccl import NcclTransport
 from meshwright.comm.transports.shared import SharedTransport
 from meshwright.comm.transports.shared_connect import Refusal, SharedHost, share_memory
 from meshwright.errors import PlanError, WorkerError
-from meshwright.layout.plan import TransportName
+from meshwright.layout.plan import TrainPlan, TransportName
 from meshwright.layout.sync import SYNC_ALGORITHMS
 from meshwright.mesh import AXIS_NAMES, DATA_AXES, MeshSpec
 
@@ -226,6 +226,19 @@ class Mesh:
         """Take part no more: peers that still wait for this rank get an error. Not needed where a process ends."""
         for transport in self._sharing:
             transport.close()
+
+    @classmethod
+    def of_plan(cls, plan: TrainPlan, world: World, *, log: CommLog, device: torch.device) -> Mesh:
+        """The mesh that `plan` asks for."""
+        return cls(
+            plan.mesh,
+            world,
+            log=log,
+            device=device,
+            sync=plan.sync,
+            transport=plan.transport,
+            servers=plan.servers,
+        )
 
     def group(self, name: str) -> Group:
         """The group called `name`, e.g. `dp`: every rank over which a replicated gradient is summed."""

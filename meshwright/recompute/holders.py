@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from meshwright.errors import NumericsError
-from meshwright.nested import storage_key
+from meshwright.nested import map_values, storage_key
 
 
 class Weights(Protocol):
@@ -224,15 +224,7 @@ class Arguments:
 
 def placed(value: Any, tensors: list[Tensor]) -> Any:
     """`value` with each `Place` replaced by its tensor."""
-    if isinstance(value, Place):
-        return tensors[value.number]
-    if isinstance(value, dict):
-        return {key: placed(item, tensors) for key, item in value.items()}
-    if isinstance(value, tuple) and type(value) is not tuple:  # a named tuple
-        return type(value)(*(placed(item, tensors) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(placed(item, tensors) for item in value)
-    return value
+    return map_values(value, Place, lambda place: tensors[place.number])
 
 
 def replay(device: torch.device) -> Callable[[], AbstractContextManager[None]]:

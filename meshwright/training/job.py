@@ -123,7 +123,7 @@ class Job:
         watchdog = Watchdog(log, limit_seconds=limit, folder=self._files.root, world_size=world.size)
         self._stack.enter_context(watchdog)
         plan = self._plan
-        mesh = Mesh(plan.mesh, world, log=log, device=self.device, sync=plan.sync, transport=plan.transport)
+        mesh = Mesh.of_plan(plan, world, log=log, device=self.device)
         self._stack.callback(mesh.close)
         for text in mesh.warnings:
             self._console.line(text)

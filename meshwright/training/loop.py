@@ -124,15 +124,7 @@ class Run:
         log.progress("building the model and opening data")
         source = {"slurm": "SLURM_NTASKS", "environment": "WORLD_SIZE", "single": ""}[world.source]
         self.plan = plan_of(config, world_size=world.size, world_source=source)
-        self.mesh = Mesh(
-            self.plan.mesh,
-            world,
-            log=log,
-            device=device,
-            sync=self.plan.sync,
-            transport=self.plan.transport,
-            servers=self.plan.servers,
-        )
+        self.mesh = Mesh.of_plan(self.plan, world, log=log, device=device)
         self.groups = self.mesh.data_groups()
         self.group = self.groups.all
         self.task = make_task(config)

@@ -40,8 +40,15 @@ def is_low(precision: Precision) -> bool:
 
 
 def warnings_of(plan: TrainPlan, device: torch.device) -> list[str]:
-    """W207, W208 and W210 where the plan brings nothing on this device."""
+    """W207, W208 and W210: what brings nothing on this device; W209: what rounds more than one device does."""
     texts = offload_warnings(plan.recompute, device)
+    tp = plan.mesh.size("tp")
+    if tp > 1 and is_low(plan.precision):
+        texts.append(
+            f"W209 plan.tp = {tp} in {plan.precision}: every rank rounds its partial products to 16 bits before they are "
+            f"summed, which one device does not, so results depend on tp by as much. "
+            f'plan.precision = "fp32" has no such step.'
+        )
     if plan.precision == "fp16" and device.type == "cpu":
         texts.append(
             'W207 plan.precision = "fp16" on CPU processes: products of fp16 matrices are slower than in float32, '

@@ -82,15 +82,7 @@ def run_candidate(
     connect(world, device=device, timeout_seconds=2 * _WATCHDOG_SECONDS)
     try:
         with Watchdog(log, limit_seconds=_WATCHDOG_SECONDS, folder=run_dir, world_size=world.size):
-            mesh = Mesh(
-                job.plan.mesh,
-                world,
-                log=log,
-                device=device,
-                sync=job.plan.sync,
-                transport=job.plan.transport,
-                servers=job.plan.servers,
-            )
+            mesh = Mesh.of_plan(job.plan, world, log=log, device=device)
             with closing(mesh):
                 return measure_rank(job, reference, path, groups=mesh.data_groups(), save=save, load=load)
     finally:

@@ -127,6 +127,14 @@ def test_what_brings_nothing_on_a_cpu(request_: PlanRequest, codes: list[str]) -
     assert warnings_of(plan, torch.device("cuda")) == []
 
 
+@pytest.mark.parametrize(("precision", "codes"), [("bf16", ["W209"]), ("fp32", []), ("fp64", [])])
+def test_16_bits_depend_on_tp_and_it_is_said(precision: Any, codes: list[str]) -> None:
+    plan = make_plan(PlanRequest(precision=precision, tp=2), world_size=4, global_batch=4)
+    texts = warnings_of(plan, torch.device("cuda"))
+    assert [text.split()[0] for text in texts] == codes
+    assert all("plan.tp = 2 in bf16: every rank rounds its partial products" in text for text in texts)
+
+
 class Pair(NamedTuple):
     """Two of anything."""
 
