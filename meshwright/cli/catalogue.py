@@ -702,7 +702,7 @@ CATALOGUE = (
     CodeEntry(
         "W209",
         "16 bits round once more under tensor parallelism",
-        "A row-split product is a sum over tp ranks of partial products, and each is rounded to 16 bits before the sum. "
+        "A row-split product is a sum over tp ranks of partial products, each rounded to 16 bits before the sum. "
         "One device rounds the whole product once. `verify` can find gradients of the first step beyond its limits.",
         'Set plan.precision = "fp32", or plan.tp = 1 with plan.zero = 3, where results must not depend on the mesh.',
     ),

@@ -45,8 +45,8 @@ def warnings_of(plan: TrainPlan, device: torch.device) -> list[str]:
     tp = plan.mesh.size("tp")
     if tp > 1 and is_low(plan.precision):
         texts.append(
-            f"W209 plan.tp = {tp} in {plan.precision}: every rank rounds its partial products to 16 bits before they are "
-            f"summed, which one device does not, so results depend on tp by as much. "
+            f"W209 plan.tp = {tp} in {plan.precision}: every rank rounds its partial products to 16 bits before they "
+            f"are summed, which one device does not, so results depend on tp by as much. "
             f'plan.precision = "fp32" has no such step.'
         )
     if plan.precision == "fp16" and device.type == "cpu":
