@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.nested import map_tensors, tensors_in
+from meshwright.nested import tensors_in
 from meshwright.partitioning.checkpointing import Redo, Save, Span
 from meshwright.recompute.forwards import Forward, replace_forwards
 from meshwright.recompute.holders import (
@@ -35,8 +35,6 @@ from meshwright.recompute.holders import (
     Collector,
     Enough,
     Holder,
-    Input,
-    Place,
     Weights,
     differs,
     replay,
@@ -134,16 +132,10 @@ class Recomputer:
     def _make_call(self, layer: int, redo: Redo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         before = self._predecessor(layer, redo)
         made = self._made() if before is not None else {}
-        inputs: list[Input] = []
-
-        def take(tensor: Tensor) -> Place:
-            source = made.get((id(tensor), tensor._version), -1)
-            value = None if source >= 0 else tensor.detach()
-            inputs.append(Input(tensor.requires_grad, tensor._version, value, source))
-            return Place(len(inputs) - 1)
-
-        arguments = Arguments(map_tensors((args, kwargs), take), inputs)
-        linked = any(x.source >= 0 for x in inputs)
+        arguments = Arguments.of(
+            (args, kwargs), lambda tensor: made.get((id(tensor), tensor._version), -1), self._weights
+        )
+        linked = any(x.source >= 0 for x in arguments.inputs)
         name, module = self._modules[layer]
         device = next(tensors_in((args, kwargs)), next(module.parameters(), torch.empty(0))).device
         return _Call(

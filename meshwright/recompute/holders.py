@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from meshwright.errors import NumericsError
-from meshwright.nested import map_values, storage_key
+from meshwright.nested import map_tensors, map_values, storage_key
 
 
 class Weights(Protocol):
@@ -173,14 +174,16 @@ class Input:
     Attributes:
         needs_grad: whether it wants a gradient.
         version: how often it had been changed in place.
-        value: the tensor, outside of any graph; None where it is made again.
+        value: the tensor, outside of any graph; None where it is made again, or is a weight.
         source: which result makes it again.
+        weight: where a weight lies: its memory may be another unit's by then (zero3).
     """
 
     needs_grad: bool
     version: int
     value: Tensor | None
     source: int = -1
+    weight: Callable[[], Tensor] | None = None
 
     def again(self, made: list[Tensor], what: str) -> Tensor:
         """The tensor for a second run, outside of the first graph, wanting a gradient as the first.
@@ -194,6 +197,8 @@ class Input:
         """
         if self.source >= 0:
             return made[self.source].detach().requires_grad_(self.needs_grad)
+        if self.weight is not None:
+            return self.weight().detach().requires_grad_(self.needs_grad)
         assert self.value is not None, f"an input of {what} was given up too early"
         if self.value._version != self.version:
             raise NumericsError(
@@ -211,6 +216,28 @@ class Arguments:
 
     value: Any
     inputs: list[Input] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, value: Any, source_of: Callable[[Tensor], int], weights: Weights) -> Arguments:
+        """Keep what `value` holds: tensors as they are, but weights by their place, and results by their number.
+
+        Args:
+            value: nested.
+            source_of: number of the result that a tensor is; -1: none.
+            weights: where they are.
+        """
+        inputs: list[Input] = []
+
+        def take(tensor: Tensor) -> Place:
+            source, weight, kept = source_of(tensor), None, None
+            if source < 0 and weights.is_weight(tensor):
+                weight = partial(weights.unpack, weights.pack(tensor.detach()))
+            elif source < 0:
+                kept = tensor.detach()
+            inputs.append(Input(tensor.requires_grad, tensor._version, kept, source, weight))
+            return Place(len(inputs) - 1)
+
+        return cls(map_tensors(value, take), inputs)
 
     def again(self, made: list[Tensor], what: str) -> Any:
         """The value for a second run; see `Input.again`."""

@@ -28,9 +28,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshwright.nested import map_tensors, storage_key, tensors_in
+from meshwright.nested import storage_key, tensors_in
 from meshwright.recompute.forwards import replace_forwards
-from meshwright.recompute.holders import Arguments, Collector, Enough, Holder, Input, Place, Weights, replay
+from meshwright.recompute.holders import Arguments, Collector, Enough, Holder, Weights, replay
 
 _PRODUCTS = frozenset({"matmul", "bmm", "__matmul__", "einsum", "baddbmm"})
 # What attention does to its scores and weights, by the names of torch's functions.
@@ -144,15 +144,10 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _arguments(self, region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        inputs: list[Input] = []
+        def source_of(tensor: Tensor) -> int:
+            return self._scores[id(tensor)][3] if self._region_of(tensor) is region else -1
 
-        def take(tensor: Tensor) -> Place:
-            source = self._scores[id(tensor)][3] if self._region_of(tensor) is region else -1
-            value = None if source >= 0 else tensor.detach()
-            inputs.append(Input(tensor.requires_grad, tensor._version, value, source))
-            return Place(len(inputs) - 1)
-
-        return Arguments(map_tensors((args, kwargs), take), inputs)
+        return Arguments.of((args, kwargs), source_of, self._weights)
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = _Region(f"attention in module {self._name!r}", self._weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.layout.recompute import parse_recompute
+from meshwright.nested import storage_key
+from meshwright.recompute.holders import StayingWeights
 from meshwright.recompute.install import install
 from meshwright.recompute.live_bytes import saved_bytes
 from meshwright.recompute.selective import _Region
@@ -136,3 +139,56 @@ def test_a_product_with_a_weight_is_no_attention() -> None:
     expected = gradients(model, x)
     install(model, parse_recompute("selective"))
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
+
+
+class Biased(nn.Module):
+    """Attention whose scores have a learned bias, as of relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(HEADS, SEQ, SEQ, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        weights = F.softmax(q @ q.transpose(-1, -2) + self.bias, dim=-1)
+        return (weights @ q).transpose(1, 2).flatten(2)
+
+
+class MovingWeights(StayingWeights):
+    """Weights that lie elsewhere in backward, as those of zero3; where they were others have written."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model = model
+
+    def pack(self, tensor: Tensor) -> object:
+        for name, parameter in self.model.named_parameters():
+            if storage_key(parameter) == storage_key(tensor):
+                return name
+        return super().pack(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        return self.model.get_parameter(packed).data if isinstance(packed, str) else super().unpack(packed)
+
+    def move(self) -> None:
+        for parameter in self.model.parameters():
+            old = parameter.data
+            parameter.data = old.clone()
+            old.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("word", ["selective", "full"])
+def test_weights_that_move_are_read_where_they_are_in_backward(word: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Biased(), Biased())
+    x = torch.randn(BATCH, SEQ, DIM, dtype=torch.float64, requires_grad=True)
+    expected = gradients(model, x)
+    weights = MovingWeights(model)
+    install(model, parse_recompute(word), weights=weights)
+    model.zero_grad()
+    x.grad = None
+    loss = model(x).square().sum()
+    weights.move()
+    loss.backward()
+    got = [x.grad, *(p.grad for p in model.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
