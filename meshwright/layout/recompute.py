@@ -9,6 +9,7 @@ Owns the words and E240. What they do stands in `recompute/`.
 | every:k | the input of every k-th block |
 | constant | of all blocks together only the first input; time grows with the square of their number |
 | selective | all but what attention makes of queries and keys (scores, weights, masks) |
+| selective:gelu+dropout | all but results of these operations |
 | offload | all, in host memory |
 | budget:BYTES | the least time within BYTES for all blocks together |
 """
@@ -33,13 +34,16 @@ class Recomputation:
     Attributes:
         kind: one of `KINDS`.
         amount: blocks of a segment (every), bytes a rank (budget), else 0.
+        operations: names of torch's functions (selective); empty: attention.
     """
 
     kind: str
     amount: int = 0
+    operations: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.amount}" if self.amount else self.kind
+        detail = "+".join(self.operations) or (str(self.amount) if self.amount else "")
+        return f"{self.kind}:{detail}" if detail else self.kind
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,14 @@ def parse_word(text: str) -> Recomputation:
         near = difflib.get_close_matches(kind, KINDS, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise PlanError("E240", f"{text!r} is none of {_words()}.{hint}")
+    if kind == "selective" and colon:
+        names = tuple(name.strip() for name in amount.split("+"))
+        if not all(name.isidentifier() and not name.endswith("_") for name in names):
+            raise PlanError(
+                "E240",
+                f'behind selective stand names of operations, not as in {text!r}: e.g. "selective:gelu+dropout".',
+            )
+        return Recomputation(kind, operations=names)
     if kind not in ("every", "budget"):
         if colon:
             raise PlanError("E240", f"{kind} takes no number, as in {text!r}. Write {kind!r}.")
@@ -117,4 +129,4 @@ def _size(text: str) -> int:
 
 
 def _words() -> str:
-    return "none, full, selective, constant, offload, every:k, budget:BYTES"
+    return "none, full, selective, selective:OPS, constant, offload, every:k, budget:BYTES"

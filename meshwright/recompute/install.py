@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout.recompute import Recomputation, RecomputePlan
 from meshwright.partitioning.checkpointing import Span, constant, every, reruns_of
-from meshwright.recompute import selective
+from meshwright.recompute import operations, selective
 from meshwright.recompute.executor import Recomputer
 from meshwright.recompute.holders import StayingWeights, Weights
 from meshwright.recompute.offload import Offloader
@@ -70,7 +70,9 @@ def install(
     recomputers = []
     for chain in find_chains(model, plan):
         kind = chain.kept.kind
-        if kind == "selective":
+        if kind == "selective" and chain.kept.operations:
+            undos.append(operations.install(chain.modules, chain.kept.operations, where))
+        elif kind == "selective":
             undos.append(selective.install(dict(chain.modules), where))
         elif kind == "offload":
             device = next(p.device for p in model.parameters())

@@ -18,8 +18,6 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.nested import storage_key, tensors_in
 from meshwright.recompute.forwards import replace_forwards
-from meshwright.recompute.holders import Arguments, Collector, Enough, Holder, Weights, replay
+from meshwright.recompute.holders import Arguments, Holder, Weights, replay
+from meshwright.recompute.regions import Region, Step, checkpoint_in_force
 
 _PRODUCTS = frozenset({"matmul", "bmm", "__matmul__", "einsum", "baddbmm"})
 # What attention does to its scores and weights, by the names of torch's functions.
@@ -43,61 +42,15 @@ _STEPS = re.compile(
 _MUCH = 1.25
 
 
-@dataclass(eq=False)
-class _Step:
-    """One function of a region, and what puts randomness back for it."""
-
-    function: Callable[..., Any]
-    arguments: Arguments
-    replay: Callable[[], AbstractContextManager[None]] | None
-
-
-@dataclass(eq=False)
-class _Region:
-    """Steps that run again together.
-
-    Attributes:
-        name: for error texts.
-        steps: in order.
-        results: number of results of all steps so far.
-        holders: what autograd keeps of them, in order.
-    """
-
-    name: str
-    weights: Weights
-    steps: list[_Step] = field(default_factory=list)
-    results: int = 0
-    holders: list[weakref.ref[Holder]] = field(default_factory=list)
-
-    def open(self, holder: Holder) -> Tensor:
-        """The tensor in the place of which `holder` was kept."""
-        if holder.value is None:
-            self._again()
-        return self.weights.unpack(holder.value)
-
-    def _again(self) -> None:
-        collector, made = Collector(self, self.weights, ends=True), list[Tensor]()
-        try:
-            with torch.enable_grad(), collector.hooks():
-                for step in self.steps:
-                    with step.replay() if step.replay is not None else nullcontext():
-                        args, kwargs = step.arguments.linked(made, self.name)
-                        made += tensors_in(step.function(*args, **kwargs))
-        except Enough:
-            pass
-        collector.check()
-        self.steps.clear()
-
-
 class _Watch(TorchFunctionMode):
     """Finds attention in one run of a module's forward."""
 
     def __init__(self, name: str, weights: Weights) -> None:
         super().__init__()
         self._name, self._weights = name, weights
-        self._checkpoint = _checkpoint_in_force()
+        self._checkpoint = checkpoint_in_force()
         # Results of regions that are still score matrices: identity to (tensor, its version, region, its number).
-        self._scores: dict[int, tuple[weakref.ref[Tensor], int, _Region, int]] = {}
+        self._scores: dict[int, tuple[weakref.ref[Tensor], int, Region, int]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,43 +67,43 @@ class _Watch(TorchFunctionMode):
         if region is None:
             if name not in _PRODUCTS or not _makes_scores(args) or self._is_in_checkpoint():
                 return func(*args, **kwargs)
-            region = _Region(f"attention in module {self._name!r}", self._weights)
+            region = Region(f"attention in module {self._name!r}", self._weights)
             return self._step(region, func, args, kwargs, goes_on=True)
         return self._step(region, func, args, kwargs, goes_on=name not in _PRODUCTS)
 
     def _is_in_checkpoint(self) -> bool:
         """Inside of a checkpoint that the module itself made: its second run is not watched, and it keeps nothing."""
-        return _checkpoint_in_force() is not self._checkpoint
+        return checkpoint_in_force() is not self._checkpoint
 
-    def _region_of(self, tensor: Tensor) -> _Region | None:
+    def _region_of(self, tensor: Tensor) -> Region | None:
         found = self._scores.get(id(tensor))
         return (
             found[2] if found is not None and found[0]() is tensor and found[1] == tensor._version else None
         )
 
     def _step(
-        self, region: _Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, goes_on: bool
+        self, region: Region, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, goes_on: bool
     ) -> Any:
         arguments = self._arguments(region, args, kwargs)
         device = next(tensors_in(args)).device
         again = replay(device) if getattr(func, "__name__", "") == "dropout" else None
         with saved_tensors_hooks(lambda tensor: Holder(region, tensor), region.open):
             result = func(*args, **kwargs)
-        region.steps.append(_Step(func, arguments, again))
+        region.steps.append(Step(func, arguments, again))
         for tensor in tensors_in(result):
             if goes_on:
-                self._scores[id(tensor)] = (weakref.ref(tensor), tensor._version, region, region.results)
-            region.results += 1
+                self._scores[id(tensor)] = (weakref.ref(tensor), tensor._version, region, region.num_results)
+            region.num_results += 1
         return result
 
-    def _arguments(self, region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def _arguments(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         def source_of(tensor: Tensor) -> int:
             return self._scores[id(tensor)][3] if self._region_of(tensor) is region else -1
 
         return Arguments.of((args, kwargs), source_of, self._weights)
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = _Region(f"attention in module {self._name!r}", self._weights)
+        region = Region(f"attention in module {self._name!r}", self._weights)
         arguments = self._arguments(region, args, kwargs)
         again = replay(next(tensors_in(args)).device)
         kept: dict[int, int] = {}
@@ -164,7 +117,7 @@ class _Watch(TorchFunctionMode):
         tensors = (*tensors_in((args, kwargs)), result)
         given = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         if sum(kept.values()) > _MUCH * sum(given.values()):
-            region.steps.append(_Step(func, arguments, again))
+            region.steps.append(Step(func, arguments, again))
             for reference in region.holders:
                 holder = reference()
                 if holder is not None:
@@ -188,14 +141,6 @@ class _Watched:
             return self._forward(*args, **kwargs)
         with _Watch(self._name, self._weights):
             return self._forward(*args, **kwargs)
-
-
-def _checkpoint_in_force() -> object:
-    """The hook by which the innermost of torch's checkpoints keeps tensors, if it is the innermost hook."""
-    # Private: nothing public tells which hooks are in force (guarded by a test).
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    inner = None if hooks is None else hooks[0]
-    return inner if getattr(inner, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def _makes_scores(args: Sequence[Any]) -> bool:

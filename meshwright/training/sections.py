@@ -385,7 +385,7 @@ class PlanConfig(Section):
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """Samples of one forward on one rank; the rest of the batch is accumulated. Unset: all at once."""
     recompute: str | dict[str, str] = "none"
-    """Activations computed anew: none, full, selective, every:k, constant, offload, budget:BYTES."""
+    """Activations computed anew: none, full, selective, selective:OPS, every:k, constant, offload, budget:BYTES."""
     offload: Literal["none", "optimizer"] = "none"
     """What lives in host memory: nothing, or the optimizer's state and the float32 weights it updates."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"

@@ -19,6 +19,7 @@ def test_words() -> None:
     table = parse_recompute({"blocks.0": "none", "blocks.*": "full"})
     assert str(table) == "blocks.0 none, blocks.* full"
     assert not parse_recompute({"a": "none"}).is_active
+    assert parse_recompute("selective:gelu+dropout").rules[0][1].operations == ("gelu", "dropout")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ def test_words() -> None:
         ("every", "e.g. 'every:4'"),
         ("budget:much", "e.g. 'budget:6 GiB'"),
         ("full:2", "full takes no number"),
+        ("selective:", "names of operations"),
+        ("selective:gelu+relu_", "names of operations"),
     ],
 )
 def test_other_words_are_refused(word: str, text: str) -> None:
@@ -38,7 +41,9 @@ def test_other_words_are_refused(word: str, text: str) -> None:
     assert text in caught.value.message
 
 
-@pytest.mark.parametrize("value", ["none", "every:2", {"blocks.0": "none", "*": "full"}])
+@pytest.mark.parametrize(
+    "value", ["none", "every:2", "selective:gelu+dropout", {"blocks.0": "none", "*": "full"}]
+)
 def test_a_plan_says_it_and_keeps_it_in_json(value) -> None:
     plan = make_plan(PlanRequest(recompute=parse_recompute(value)), world_size=2, global_batch=4)
     assert TrainPlan.from_json(plan.to_json()) == plan

@@ -17,7 +17,7 @@ from meshwright.nested import storage_key
 from meshwright.recompute.holders import StayingWeights
 from meshwright.recompute.install import install
 from meshwright.recompute.live_bytes import saved_bytes
-from meshwright.recompute.selective import _Region
+from meshwright.recompute.regions import Region
 
 BATCH, SEQ, DIM, HEADS = 2, 48, 16, 4
 
@@ -88,8 +88,8 @@ def test_gradients_are_the_same_and_attention_runs_again(kind: str, num_regions:
     x = torch.randn(BATCH, SEQ, DIM, dtype=torch.float64, requires_grad=True)
     expected = gradients(model, x)
     ran = []
-    again = _Region._again
-    monkeypatch.setattr(_Region, "_again", lambda region: (ran.append(1), again(region)))
+    again = Region._again
+    monkeypatch.setattr(Region, "_again", lambda region: (ran.append(1), again(region)))
     install(model, parse_recompute("selective"))
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
     assert len(ran) == num_regions
@@ -121,7 +121,7 @@ def test_inside_of_a_checkpoint_that_a_module_makes_nothing_is_watched(kind: str
     x = torch.randn(BATCH, SEQ, DIM, dtype=torch.float64, requires_grad=True)
     expected = gradients(model, x)
     install(model, parse_recompute("selective"))
-    monkeypatch.setattr(_Region, "_again", lambda _: pytest.fail("attention inside of a checkpoint was held"))
+    monkeypatch.setattr(Region, "_again", lambda _: pytest.fail("attention inside of a checkpoint was held"))
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
 
 
@@ -164,11 +164,14 @@ class MovingWeights(StayingWeights):
     def pack(self, tensor: Tensor) -> object:
         for name, parameter in self.model.named_parameters():
             if storage_key(parameter) == storage_key(tensor):
-                return name
+                return name, tensor.size(), tensor.stride(), tensor.storage_offset()
         return super().pack(tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        return self.model.get_parameter(packed).data if isinstance(packed, str) else super().unpack(packed)
+        if not isinstance(packed, tuple):
+            return super().unpack(packed)
+        name, *place = packed
+        return self.model.get_parameter(name).data.as_strided(*place)
 
     def move(self) -> None:
         for parameter in self.model.parameters():

@@ -87,6 +87,7 @@ def test_patterns_under_zero3(monkeypatch) -> None:
     ("plan", "processes"),
     [
         ("transport=shm,zero=3,recompute=every:2", 2),
+        ("transport=gloo,zero=3,recompute=selective:tanh+dropout+linear+batch_norm", 2),
         pytest.param("sync=parameter_server,recompute=full", 3, marks=pytest.mark.parity),
         pytest.param("sync=parameter_server,servers=2,recompute=constant", 4, marks=pytest.mark.parity),
         pytest.param("transport=shm,zero=2,recompute=constant", 3, marks=pytest.mark.parity),
