@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -20,6 +22,18 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         rows.append(best)
         open_pairs -= _pairs(best, names)
     return rows
+
+
+def as_cases(rows: Iterable[Mapping[str, Any]], *, num_default: int) -> list[Any]:
+    """`rows` as cases of pytest: the first ones always run (a cover's hold most pairs), the rest in `make parity`."""
+    return [
+        pytest.param(
+            row,
+            id="-".join(map(str, row.values())),
+            marks=pytest.mark.parity if number >= num_default else (),
+        )
+        for number, row in enumerate(rows)
+    ]
 
 
 def _pairs(row: Mapping[str, Any], names: Sequence[str]) -> set[tuple[str, Any, str, Any]]:

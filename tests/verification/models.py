@@ -27,6 +27,23 @@ class Rows:
         }
 
 
+class Tokens:
+    """Sequences of `length` tokens with unequal numbers of valid labels, as a function of their index."""
+
+    def __init__(self, vocab_size: int, length: int) -> None:
+        self.vocab_size, self.length = vocab_size, length
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(self.vocab_size, (self.length + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[: index % 6] = -100
+        return {"tokens": tokens[:-1], "labels": labels}
+
+
 class Net(nn.Module):
     """Blocks, a tied head, a frozen layer and a parameter that no sample uses."""
 

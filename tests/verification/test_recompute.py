@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import meshwright
 from meshwright.errors import PlanError
-from tests.parity.cover import pairwise
-from tests.verification.models import Rows, loss_of_labels
-from tests.verification.test_verify import Tokens, language_model_loss, make_gpt
+from tests.parity.cover import as_cases, pairwise
+from tests.verification.models import Rows, Tokens, loss_of_labels
+from tests.verification.test_verify import language_model_loss, make_gpt
 
 
 class Block(nn.Module):
@@ -39,7 +39,7 @@ class Blocks(nn.Module):
 
 SUBJECTS = {
     "blocks": (Blocks, loss_of_labels, Rows()),
-    "gpt": (make_gpt, language_model_loss, Tokens()),
+    "gpt": (make_gpt, language_model_loss, Tokens(31, 7)),
 }
 FACTORS = {
     "subject": list(SUBJECTS),
@@ -48,15 +48,7 @@ FACTORS = {
     "recompute": ["full", "every:2", "constant", "selective", "offload"],
     "precision": ["fp64", "bf16"],
 }
-NUM_DEFAULT = 5
-CASES = [
-    pytest.param(
-        case,
-        id="-".join(map(str, case.values())),
-        marks=pytest.mark.parity if number >= NUM_DEFAULT else (),
-    )
-    for number, case in enumerate(pairwise(FACTORS))
-]
+CASES = as_cases(pairwise(FACTORS), num_default=5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,7 +69,7 @@ def test_what_runs_again_changes_nothing(case, monkeypatch) -> None:
 
 
 @pytest.mark.parity
-def test_patterns_under_zero3(monkeypatch) -> None:
+def test_patterns_under_zero3() -> None:
     plan = 'zero=3,recompute={"blocks.0" = "none", "blocks.[1-3]" = "every:2", "*.norm" = "full"}'
     result = meshwright.verify(Blocks, loss_of_labels, Rows(), plan=plan, processes=2, resume=False)
     assert result.ok, result.table()
@@ -127,7 +119,7 @@ def test_around_a_models_own_checkpoints(zero: int, word: str, monkeypatch) -> N
     result = meshwright.verify(
         gpt2_that_checkpoints,
         loss_of_logits,
-        Tokens(),
+        Tokens(31, 7),
         plan=f"zero={zero},recompute={word}",
         processes=2,
         steps=2,

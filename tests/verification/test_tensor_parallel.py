@@ -15,7 +15,8 @@ from meshwright.launching.jobs import launch_config
 from meshwright.models import GPT, GPTConfig, Llama, LlamaConfig, language_model_loss
 from meshwright.training.config import load_config
 from meshwright.training.planning import local_world_size, plan_of
-from tests.parity.cover import pairwise
+from tests.parity.cover import as_cases, pairwise
+from tests.verification.models import Tokens
 
 VOCABULARY, SEQUENCE = 101, 7
 
@@ -24,19 +25,6 @@ VOCABULARY, SEQUENCE = 101, 7
 def _one_thread(monkeypatch):
     """Tiny models wait for threads longer than they compute."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-class Tokens:
-    """Sequences of unequal numbers of valid labels."""
-
-    def __len__(self):
-        return 50
-
-    def __getitem__(self, index):
-        tokens = torch.randint(VOCABULARY, (SEQUENCE + 1,), generator=torch.Generator().manual_seed(index))
-        labels = tokens[1:].clone()
-        labels[: index % 6] = -100
-        return {"tokens": tokens[:-1], "labels": labels}
 
 
 def make_gpt(dropout: float = 0.0) -> GPT:
@@ -89,27 +77,22 @@ FACTORS = {
     "zero": [0, 1, 2, 3],
     "transport": ["gloo", "shm"],
 }
-NUM_DEFAULT = 2
-CASES = [
-    pytest.param(
-        case,
-        id="-".join(map(str, case.values())),
-        marks=pytest.mark.parity if number >= NUM_DEFAULT else (),
-    )
-    for number, case in enumerate(
-        [
-            {"subject": "llama", "tp": 4, "zero": 1, "transport": "shm"},
-            {"subject": "dropout", "tp": 2, "zero": 3, "transport": "gloo"},
-            {"subject": "hf", "tp": 3, "zero": 0, "transport": "gloo"},
-            *pairwise(FACTORS),
-        ]
-    )
-]
+CASES = as_cases(
+    [
+        {"subject": "llama", "tp": 4, "zero": 1, "transport": "shm"},
+        {"subject": "dropout", "tp": 2, "zero": 3, "transport": "gloo"},
+        {"subject": "hf", "tp": 3, "zero": 0, "transport": "gloo"},
+        *pairwise(FACTORS),
+    ],
+    num_default=2,
+)
 
 
 def check(case: dict, plan: str, processes: int, **options) -> None:
     build, loss = SUBJECTS[case["subject"]]
-    result = meshwright.verify(build, loss, Tokens(), plan=plan, processes=processes, **options)
+    result = meshwright.verify(
+        build, loss, Tokens(VOCABULARY, SEQUENCE), plan=plan, processes=processes, **options
+    )
     assert result.ok, result.table()
     names = ["data", "loss", "activations", "gradients", "grad_norm", "parameters", "optimizer", "replicas"]
     assert all(result.check(name).compared > 0 for name in names)
@@ -182,7 +165,13 @@ ROLES = {
 
 def test_a_model_of_ones_own_by_patterns():
     result = meshwright.verify(
-        Mine, language_model_loss, Tokens(), plan="tp=2,zero=3", processes=2, steps=2, layout=ROLES
+        Mine,
+        language_model_loss,
+        Tokens(VOCABULARY, SEQUENCE),
+        plan="tp=2,zero=3",
+        processes=2,
+        steps=2,
+        layout=ROLES,
     )
     assert result.ok, result.table()
     assert result.check("counts").compared > 0
@@ -214,7 +203,14 @@ def test_training_prints_the_same_numbers_whatever_tp_is(tmp_path):
 
 def refused(build, plan: str, processes: int, **options) -> str:
     with pytest.raises((PlanError, WorkerError, ConfigErrors)) as caught:
-        meshwright.verify(build, language_model_loss, Tokens(), plan=plan, processes=processes, **options)
+        meshwright.verify(
+            build,
+            language_model_loss,
+            Tokens(VOCABULARY, SEQUENCE),
+            plan=plan,
+            processes=processes,
+            **options,
+        )
     return str(caught.value)
 
 
@@ -300,7 +296,7 @@ def test_silent_faults_are_found(fault, build, processes, check_name):
     result = meshwright.verify(
         build,
         language_model_loss,
-        Tokens(),
+        Tokens(VOCABULARY, SEQUENCE),
         plan=f"tp={processes}",
         processes=processes,
         steps=1,

@@ -12,9 +12,9 @@ from torch import nn
 import meshwright
 from meshwright.errors import ConfigError, ConfigErrors, PlanError, WorkerError
 from meshwright.models import GPT, GPTConfig, language_model_loss
-from tests.parity.cover import pairwise
+from tests.parity.cover import as_cases, pairwise
 from tests.verification import faults
-from tests.verification.models import Net, Noisy, Peculiar, Rows, loss_of_labels, two_losses
+from tests.verification.models import Net, Noisy, Peculiar, Rows, Tokens, loss_of_labels, two_losses
 
 
 @pytest.fixture(autouse=True)
@@ -23,26 +23,13 @@ def _one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-class Tokens:
-    """Sequences of unequal numbers of valid labels."""
-
-    def __len__(self):
-        return 50
-
-    def __getitem__(self, index):
-        tokens = torch.randint(31, (8,), generator=torch.Generator().manual_seed(index))
-        labels = tokens[1:].clone()
-        labels[: index % 6] = -100
-        return {"tokens": tokens[:-1], "labels": labels}
-
-
 def make_gpt():
     sizes = {"num_layers": 2, "dim": 24, "num_heads": 3, "ffn_dim": 53}
     return GPT(GPTConfig(vocab_size=31, max_seq_len=7, **sizes))
 
 
 SUBJECTS = {
-    "gpt": (make_gpt, language_model_loss, Tokens()),
+    "gpt": (make_gpt, language_model_loss, Tokens(31, 7)),
     "net": (Net, loss_of_labels, Rows()),
     "peculiar": (Peculiar, two_losses, Rows()),
     "dropout": (lambda: Noisy(normalises=False), loss_of_labels, Rows()),
@@ -57,16 +44,7 @@ FACTORS = {
 }
 
 
-# The first rows of the cover hold most pairs; the rest run with `make parity`.
-NUM_DEFAULT = 6
-CASES = [
-    pytest.param(
-        case,
-        id="-".join(map(str, case.values())),
-        marks=pytest.mark.parity if number >= NUM_DEFAULT else (),
-    )
-    for number, case in enumerate(pairwise(FACTORS))
-]
+CASES = as_cases(pairwise(FACTORS), num_default=6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,7 +88,7 @@ def test_what_is_right_passes(case):
 def test_algorithms_of_the_exchange_compute_the_same(plan, processes):
     plan = f"{plan},bucket_bytes=4096 bytes"
     result = meshwright.verify(
-        make_gpt, language_model_loss, Tokens(), plan=plan, processes=processes, steps=2
+        make_gpt, language_model_loss, Tokens(31, 7), plan=plan, processes=processes, steps=2
     )
     assert result.ok, result.table()
     assert result.check("counts").compared > 0
