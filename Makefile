@@ -22,7 +22,7 @@ train: $(STAMP)     ## a transformer that beats n-gram tables (<= 10 min on 2 co
 test: $(STAMP)      ## lint, types and all tests (< 8 min on 2 cores)
 	$(BIN)/ruff check meshwright tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 parity: $(STAMP)    ## full products of the parity and fault tests; resumable, tables in docs/parity.md and docs/memory.md
 	$(BIN)/python -m tests.parity.matrix

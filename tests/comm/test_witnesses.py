@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import socket
 import stat
@@ -183,23 +182,32 @@ def test_copies_declare_what_they_issue_on_each_axis(ranks, policy: str, ownersh
         assert everywhere == {"all_reduce": 1}
 
 
-def _sent_and_received() -> tuple[int, int]:
-    """Payload bytes that the kernel counted on this process's own TCP connections; other processes do not matter."""
-    sent, received = 0, 0
+def _connections() -> dict[int, tuple[int, int]]:
+    """(sent, received) payload bytes that the kernel counted on each of this process's own TCP connections."""
+    counts = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
             descriptor = os.dup(int(entry.name))
         except OSError:  # the descriptor of this listing itself
             continue
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISSOCK(status.st_mode):
             os.close(descriptor)
             continue
         with socket.socket(fileno=descriptor) as connection:
             if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
                 raw = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                acknowledged, got = struct.unpack_from("<QQ", raw, TCP_INFO_BYTES_ACKED)
-                sent, received = sent + acknowledged, received + got
-    return sent, received
+                counts[status.st_ino] = struct.unpack_from("<QQ", raw, TCP_INFO_BYTES_ACKED)
+    return counts
+
+
+def _moved_since(before: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Bytes sent and received; what connections of an earlier test counted does not vanish as they close."""
+    moved = [
+        (sent - before.get(inode, (0, 0))[0], received - before.get(inode, (0, 0))[1])
+        for inode, (sent, received) in _connections().items()
+    ]
+    return sum(sent for sent, _ in moved), sum(received for _, received in moved)
 
 
 def _wire(
@@ -209,12 +217,11 @@ def _wire(
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     state, inputs = _state(mesh, model, policy, copies, ownership=ownership), torch.ones(2, WIDTH)
     _step(state, num_microbatches, inputs)
-    gc.collect()  # sockets of an earlier test's groups must not close between the two counts
     ops.barrier(mesh.group("dp"), cause="measure")
-    before = _sent_and_received()
+    before = _connections()
     _step(state, num_microbatches, inputs)
     ops.barrier(mesh.group("dp"), cause="measure")
-    sent, received = (after - start for after, start in zip(_sent_and_received(), before, strict=True))
+    sent, received = _moved_since(before)
     engine = state.engine
     declared = declared_wire_bytes(engine.policy, engine.units, num_microbatches=num_microbatches)
     declared += copies_wire_bytes(engine.units, num_copies=copies, index=engine.owners.index)
@@ -274,9 +281,9 @@ def _server_step(mesh: Any, servers: int, num_microbatches: int) -> dict[str, An
 
     step()
     log.reset_counters()
-    before = _sent_and_received()
+    before = _connections()
     step()
-    moved = tuple(after - start for after, start in zip(_sent_and_received(), before, strict=True))
+    moved = _moved_since(before)
     calls = {op: calls for (op, axis), calls in log.calls.items() if axis == "dp"}
     logged = tuple(log.bytes[op, "dp"] for op in ("reduce", "broadcast"))
     declared = declared_calls(row, engine.units, num_microbatches=num_microbatches)
