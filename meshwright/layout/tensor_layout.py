@@ -1,7 +1,7 @@
 """Which part of each parameter a rank of a tensor-parallel group holds, and what the group communicates for it.
 
 Owns the arithmetic of chunks: sizes that need not divide, heads that stay whole, key/value heads that are fewer than
-ranks. Values only; `adapt/tensor_parallel.py` finds a model's roles and swaps its calls. No torch.
+ranks. Values only; `adapt/tensor_roles.py` and its neighbours find a model's roles and swap its calls. No torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How each operation of a graph connects the axes of its tensors: what goes together, what is summed, what is needed whole.
+"""How each operation of a graph connects the axes of its tensors: what goes together, is summed, is needed whole.
 
 Owns one rule for each operation that can run on a part of an axis. An operation without a rule needs all its inputs
 whole, so a model with unknown operations is only split less. Sizes of a batch are axes too, which nobody splits.
@@ -18,13 +18,16 @@ from meshwright.partitioning.axes import Axes, Dim
 Dims = list[Dim]
 # Elementwise operations; the last dims of their tensors are aligned, and dims of extent 1 stretch.
 _POINTWISE = frozenset(
-    "abs add add_ alias bernoulli bitwise_and bitwise_not bitwise_or ceil celu clamp clamp_min clamp_max clone "
-    "contiguous copy cos detach div div_ dropout dropout_ elu eq erf erfc exp expm1 floor fmod ge gelu gt hardsigmoid "
-    "hardswish hardtanh isinf isnan le leaky_relu lift_fresh_copy log log1p log2 log_sigmoid logical_and logical_not "
-    "logical_or lt masked_fill masked_fill_ maximum minimum mish mul mul_ nan_to_num ne neg ones_like pow reciprocal "
-    "relu relu_ relu6 remainder round rsqrt rsub selu sigmoid sign silu silu_ sin softplus softsign sqrt square sub "
-    "sub_ tan tanh threshold to type_as where zeros_like _to_copy full_like".split()
-)
+    {"_to_copy", "abs", "add", "add_", "alias", "bernoulli", "bitwise_and", "bitwise_not", "bitwise_or",
+     "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "contiguous", "copy", "cos", "detach",
+     "div", "div_", "dropout", "dropout_", "elu", "eq", "erf", "erfc", "exp", "expm1", "floor", "fmod",
+     "full_like", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "isinf", "isnan", "le",
+     "leaky_relu", "lift_fresh_copy", "log", "log1p", "log2", "log_sigmoid", "logical_and", "logical_not",
+     "logical_or", "lt", "masked_fill", "masked_fill_", "maximum", "minimum", "mish", "mul", "mul_",
+     "nan_to_num", "ne", "neg", "ones_like", "pow", "reciprocal", "relu", "relu6", "relu_", "remainder",
+     "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "silu_", "sin", "softplus", "softsign",
+     "sqrt", "square", "sub", "sub_", "tan", "tanh", "threshold", "to", "type_as", "where", "zeros_like"}
+)  # fmt: skip
 
 
 @dataclass
@@ -59,7 +62,8 @@ class Propagation:
             self.dims[value.name] = dims
             if value.kind != "parameter":
                 self.need(dims, f"the {value.kind} {value.path or value.name} has it")
-        for self.number, task in enumerate(self.graph.tasks):
+        for number, task in enumerate(self.graph.tasks):
+            self.number = number
             self._follow(task)
 
     def shape(self, name: str) -> list[int]:
@@ -162,7 +166,9 @@ def _transpose(p: Propagation, task: Task) -> list[Dims] | None:
     source = _tensor(p, task, 0)
     assert source is not None
     result = list(source)
-    i, j = (_place(part, len(result)) for part in (task.arguments[1:3] if len(task.arguments) > 1 else (-2, -1)))
+    i, j = (
+        _place(part, len(result)) for part in (task.arguments[1:3] if len(task.arguments) > 1 else (-2, -1))
+    )
     result[i], result[j] = result[j], result[i]
     return [result]
 
@@ -326,7 +332,9 @@ def _einsum(p: Propagation, task: Task) -> list[Dims] | None:
         if len(set(letters)) != len(letters):
             return None
         for letter, dim in zip(letters, p.dims[name], strict=True):
-            found[letter] = p.join(found[letter], dim) if found.get(letter) and dim else found.get(letter) or dim
+            found[letter] = (
+                p.join(found[letter], dim) if found.get(letter) and dim else found.get(letter) or dim
+            )
     for letter, dim in found.items():
         if letter not in output:
             p.sums.append((dim, p.number))
@@ -364,7 +372,9 @@ def _made(p: Propagation, task: Task) -> list[Dims] | None:
 Rule = Callable[[Propagation, Task], "list[Dims] | None"]
 _RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"), _view),
+        **dict.fromkeys(
+            ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"), _view
+        ),
         **dict.fromkeys(("expand", "expand_as"), _expand),
         "permute": _permute,
         **dict.fromkeys(("transpose", "swapaxes", "adjoint", "mT"), _transpose),
@@ -375,7 +385,9 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "slice": _slice,
         **dict.fromkeys(("select", "unbind"), _select),
         **dict.fromkeys(("cat", "concat"), _cat),
-        **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "linalg_vector_norm"), _reduce),
+        **dict.fromkeys(
+            ("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "linalg_vector_norm"), _reduce
+        ),
         **dict.fromkeys(("softmax", "_softmax", "log_softmax", "cumsum"), _softmax),
         **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
         "embedding": _embedding,

@@ -11,7 +11,6 @@ Simplification: sets of more than `_MOST_EXACT` axes that exclude each other are
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,7 +166,10 @@ class _Search:
         free = [axis for axis in axes if axis not in self.reasons and axis not in taken]
         chosen = [axis for axis in self._chosen(free, taken) if self._is_of_use(axis)]
         return DerivedLayout(
-            tuple(self._region(axis) for axis in chosen), tables, heads, self._whole({*chosen, *taken}, heads, tables)
+            tuple(self._region(axis) for axis in chosen),
+            tables,
+            heads,
+            self._whole({*chosen, *taken}, heads, tables),
         )
 
     def _vocabularies(self) -> tuple[tuple[str, ...], tuple[str, ...], set[int]]:
@@ -181,7 +183,9 @@ class _Search:
                 taken.add(axis)
                 tables.update(dict.fromkeys(modules))
             else:
-                self.reasons.setdefault(axis, "few or fixed rows are looked up" if rows else "it is looked up by code")
+                self.reasons.setdefault(
+                    axis, "few or fixed rows are looked up" if rows else "it is looked up by code"
+                )
         heads: list[str] = []
         for module in self._products:
             inputs, outputs = self._sides(module)
@@ -202,7 +206,9 @@ class _Search:
     def _reads_batch(self, modules: Sequence[str]) -> bool:
         """Whether what the tables look up comes from the batch itself."""
         graph = self.found.graph
-        open_names = [task.inputs[1] for task in graph.tasks if task.path in modules and "embedding" in task.op]
+        open_names = [
+            task.inputs[1] for task in graph.tasks if task.path in modules and "embedding" in task.op
+        ]
         seen: set[str] = set()
         while open_names:
             name = open_names.pop()
@@ -273,7 +279,9 @@ class _Search:
         """(FLOPs that ranks share, elements that they need not sum)."""
         graph, names = self.found.graph, set(self.touching[axis])
         sizes = (graph.batch, graph.sequence)
-        shared = [task for task in graph.tasks if task.flops != ZERO and names & {*task.inputs, *task.outputs}]
+        shared = [
+            task for task in graph.tasks if task.flops != ZERO and names & {*task.inputs, *task.outputs}
+        ]
         forward, backward, _ = self._sums(axis)
         return sum(task.flops(*sizes) for task in shared), -(forward + backward)(*sizes)
 
@@ -301,7 +309,9 @@ class _Search:
     # What becomes of them.
 
     def _region(self, axis: int) -> Region:
-        columns, rows, numbers = [], [], {}
+        columns: list[Column] = []
+        rows: list[Row] = []
+        numbers: dict[str, int] = {}
         for module, tasks in self._products.items():
             inputs, outputs = self._sides(module)
             if axis in outputs:
@@ -315,7 +325,7 @@ class _Search:
             heads=self._heads(axis),
             columns=tuple(columns),
             rows=tuple(rows),
-            others=tuple(self._other_cuts(axis, {layer.module for layer in (*columns, *rows)})),
+            others=tuple(self._other_cuts(axis, {c.module for c in columns} | {r.module for r in rows})),
             shapes=tuple(dict.fromkeys(self._shape_calls(axis))),
             forward_numel=forward,
             backward_numel=backward,
@@ -359,7 +369,8 @@ class _Search:
     def _size_of(self, name: str, axis: int) -> tuple[Size, ...]:
         value = self.found.graph.value[name]
         return tuple(
-            Size(extent.constant, axis in dim) for extent, dim in zip(value.shape, self.dims[name], strict=True)
+            Size(extent.constant, axis in dim)
+            for extent, dim in zip(value.shape, self.dims[name], strict=True)
         )
 
     def _whole(self, cut: set[int], heads: Sequence[str], tables: Sequence[str]) -> dict[str, str]:
@@ -373,7 +384,9 @@ class _Search:
                 continue
             words = ("rows", "columns") if kind == "table" else ("inputs", "outputs")
             why = [
-                f"{word}: {self._reason(dim)}" for word, dim in zip(words, (inputs, outputs), strict=True) if dim
+                f"{word}: {self._reason(dim)}"
+                for word, dim in zip(words, (inputs, outputs), strict=True)
+                if dim
             ]
             found[module] = "; ".join(why[::-1])
         return found

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from meshwright.adapt.dropout import stateless
-from meshwright.adapt.tensor_parallel import find_roles, split_model
+from meshwright.adapt.tensor_parallel import split_model
+from meshwright.adapt.tensor_roles import find_roles
 from meshwright.comm.log import CommLog
 from meshwright.comm.ops import Group
 from meshwright.comm.rng import MicroStep

@@ -1,0 +1,100 @@
+"""What runs instead of a layer's forward where its matrix is cut over tensor-parallel ranks.
+
+Owns one call for each role, and the input that sibling projections share. Products are those of `tensor/`; which layer
+has which role is decided in `tensor_parallel.py`.
+
+[Note: one sum for several projections] Query, key and value read one tensor. Each of them is a module of its own, so
+the first that sees a tensor makes the copy whose gradient is summed over the group, and its siblings take the same one:
+autograd adds up their gradients before the one all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.comm import autograd
+from meshwright.comm.ops import Group
+from meshwright.layout.tensor_layout import CutRegion
+from meshwright.tensor import linear, vocabulary
+
+
+@dataclass(frozen=True)
+class CutEntry:
+    """What a region between a column and a row split has of its heads and channels; see `CutRegion`."""
+
+    region: CutRegion
+    heads: tuple[int, int, int] | None
+    channels: tuple[int, int, int]
+
+    def enter(self) -> None:
+        """A column split runs."""
+        self.region.heads, self.region.channels = self.heads, self.channels
+
+
+@dataclass
+class SharedInput:
+    """The input of sibling projections and its copy; see [Note: one sum for several projections]."""
+
+    num_users: int
+    cut: CutEntry
+    source: Tensor | None = None
+    copied: Tensor | None = None
+    left: int = 0
+
+    def of(self, x: Tensor, group: Group, cause: str) -> Tensor:
+        """The one copy of x for all siblings; what follows is a part, up to the row split."""
+        self.cut.enter()
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        if x is not self.source or self.copied is None:
+            self.source, self.copied, self.left = x, autograd.copy(x, group, cause=cause), self.num_users
+        copied = self.copied
+        self.left -= 1
+        if not self.left:
+            self.source = self.copied = None
+        return copied
+
+
+def column(module: nn.Linear, shared: SharedInput, group: Group, cause: str, x: Tensor) -> Tensor:
+    """Outputs that stay cut."""
+    return F.linear(shared.of(x, group, cause), module.weight, module.bias)
+
+
+def repeated(
+    module: nn.Linear, shared: SharedInput, group: Group, rows: Tensor, cause: str, x: Tensor
+) -> Tensor:
+    """Rows of a whole weight, one key/value head for each of this rank's query heads."""
+    rows = rows.to(x.device)
+    weight = autograd.copy(module.weight, group, cause=cause)[rows]
+    bias = None if module.bias is None else autograd.copy(module.bias, group, cause=cause)[rows]
+    return F.linear(shared.of(x, group, cause), weight, bias)
+
+
+def row(module: nn.Linear, region: CutRegion, group: Group, cause: str, x: Tensor) -> Tensor:
+    """Whole outputs of a part of the inputs."""
+    region.leave()
+    return linear.row(x, module.weight, module.bias, group, cause=cause)
+
+
+def embedding(module: nn.Embedding, group: Group, first: int, cause: str, tokens: Tensor) -> Tensor:
+    """Rows of a table that is cut by rows."""
+    padding = module.padding_idx
+    weight = module.weight
+    if padding is not None and first <= padding < first + weight.shape[0]:
+        # The padding's row gets no gradient, as in one table.
+        weight = torch.where(
+            (torch.arange(weight.shape[0], device=weight.device) == padding - first)[:, None],
+            weight.detach(),
+            weight,
+        )
+    return vocabulary.embedding(tokens, weight, group, first=first, cause=cause)
+
+
+def gathered(module: nn.Linear, group: Group, sizes: Sequence[int], cause: str, x: Tensor) -> Tensor:
+    """Whole outputs of a whole input."""
+    return linear.naive_column(x, module.weight, module.bias, group, sizes=sizes, cause=cause)

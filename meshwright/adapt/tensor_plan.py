@@ -1,0 +1,176 @@
+"""What each layer of a model becomes on one tensor-parallel rank: its cut, its call, its collectives.
+
+Owns how the roles of `tensor_roles.py` are carried out. What is cut how is arithmetic of `layout/tensor_layout.py`; the
+calls are those of `tensor_calls.py`. Modules between a column and a row split must take their widths from what comes in
+(`view(..., -1, head_dim)`), or from an attribute that counts heads under a usual name.
+
+[Note: fewer key/value heads than ranks] Every rank holds all of them, computes those of its query heads, one for each,
+and the gradient is summed over the group where the rows are taken. So no rank needs a group of its own for them.
+
+Simplification: outputs of the head are gathered, whatever loss follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from meshwright.adapt import tensor_calls
+from meshwright.adapt.tensor_calls import CutEntry, SharedInput
+from meshwright.comm.ops import Group
+from meshwright.errors import PlanError
+from meshwright.layout.tensor_layout import LayoutMaker, RepeatedHeads, Role, split_heads
+
+# Attributes of an attention that count its heads, of queries and of keys: they become this rank's own numbers.
+_HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
+_KV_HEAD_COUNTS = ("num_kv_heads", "n_kv_heads", "n_kv_head", "num_key_value_heads")
+
+
+def place_of(sizes: Sequence[int], index: int) -> tuple[int, int, int]:
+    """(first, ours, all) of chunks."""
+    return sum(sizes[:index]), sizes[index], sum(sizes)
+
+
+@dataclass
+class SplitPlan:
+    """What is decided about a model before it changes."""
+
+    maker: LayoutMaker
+    group: Group
+    forwards: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+
+
+def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named: dict[Role, str]) -> None:
+    """Query, key and value by columns, output by rows, in whole heads."""
+    head_dim = _head_dim(modules[parent], parent, modules[named["query"]].out_features)
+    num_heads = modules[named["query"]].out_features // head_dim
+    num_kv = modules[named["key"]].out_features // head_dim
+    maker = plan.maker
+    heads = split_heads(num_heads, num_kv, plan.group.size, where=parent)
+    maker.note_uneven(heads.query, f"{num_heads} heads of {parent.rpartition('.')[2]}")
+    widths = tuple(n * head_dim for n in heads.query)
+    cut = CutEntry(
+        plan.maker.region, place_of(heads.query, plan.group.index), place_of(widths, plan.group.index)
+    )
+    shared = SharedInput(3, cut)
+    _plan_column(plan, modules, named["query"], widths, shared)
+    repeated = RepeatedHeads(head_dim, heads.kv_heads_of(plan.group.index), num_kv)
+    halves: tuple[Role, ...] = ("key", "value")
+    for role in halves:
+        if heads.kv is not None:
+            _plan_column(plan, modules, named[role], tuple(n * head_dim for n in heads.kv), shared)
+        else:
+            _plan_repeated(plan, modules, named[role], repeated, shared)
+    _plan_row(plan, modules, named["output"], widths)
+    maker.call("all_reduce")  # backward, of the one copy
+    ours = heads.query[plan.group.index]
+    ours_kv = ours if heads.kv is None else heads.kv[plan.group.index]
+    for names, whole, part in ((_HEAD_COUNTS, num_heads, ours), (_KV_HEAD_COUNTS, num_kv, ours_kv)):
+        for name in names:
+            if vars(modules[parent]).get(name) == whole:
+                plan.attributes.append((modules[parent], name, part))
+    if heads.kv is None:
+        maker.warn(
+            f"W203 tp={plan.group.size} exceeds {num_kv} key/value heads of {parent.rpartition('.')[2]}: every rank "
+            f"holds all of them, and computes one for each of its query heads"
+        )
+        # One a query head: classes of transformers repeat by this attribute.
+        if isinstance(getattr(modules[parent], "num_key_value_groups", None), int):
+            plan.attributes.append((modules[parent], "num_key_value_groups", 1))
+
+
+def _head_dim(attention: nn.Module, name: str, width: int) -> int:
+    """Width of a head, as the attention says it or its number of heads."""
+    head_dim = getattr(attention, "head_dim", None)
+    if isinstance(head_dim, int):
+        return head_dim
+    for count in _HEAD_COUNTS:
+        value = getattr(attention, count, None)
+        if isinstance(value, int) and value and width % value == 0:
+            return width // value
+    raise PlanError(
+        "E226",
+        f"plan.tp > 1: {name!r} has no attribute head_dim, the width of a head, and none of "
+        f"{', '.join(_HEAD_COUNTS)}. Set plan.tp=1.",
+    )
+
+
+def plan_feed_forward(plan: SplitPlan, modules: dict[str, Any], columns: Sequence[str], row: str) -> None:
+    """One or more layers of one input by columns, the one that follows by rows."""
+    width = modules[row].in_features
+    sizes = plan.maker.sizes(width, f"channels of {row.rpartition('.')[0].rpartition('.')[2]}")
+    shared = SharedInput(len(columns), CutEntry(plan.maker.region, None, place_of(sizes, plan.group.index)))
+    for column in columns:
+        _plan_column(plan, modules, column, sizes, shared)
+    _plan_row(plan, modules, row, sizes)
+    plan.maker.call("all_reduce")
+
+
+def _plan_column(
+    plan: SplitPlan, modules: dict[str, Any], name: str, sizes: tuple[int, ...], shared: SharedInput
+) -> None:
+    for part in _parts(modules[name]):
+        plan.maker.cut(f"{name}.{part}", 0, sizes)
+    plan.maker.keeps(name, sizes)
+    plan.forwards[name] = partial(tensor_calls.column, modules[name], shared, plan.group, f"column {name}")
+
+
+def _plan_repeated(
+    plan: SplitPlan, modules: dict[str, Any], name: str, heads: RepeatedHeads, shared: SharedInput
+) -> None:
+    plan.maker.repeats(name, heads, len(_parts(modules[name])))
+    rows = torch.tensor(heads.rows)
+    plan.forwards[name] = partial(
+        tensor_calls.repeated, modules[name], shared, plan.group, rows, f"rows {name}"
+    )
+
+
+def _plan_row(plan: SplitPlan, modules: dict[str, Any], name: str, sizes: tuple[int, ...]) -> None:
+    plan.maker.cut(f"{name}.weight", 1, sizes)
+    plan.maker.call("all_reduce")
+    plan.forwards[name] = partial(
+        tensor_calls.row, modules[name], plan.maker.region, plan.group, f"row {name}"
+    )
+
+
+def plan_embedding(plan: SplitPlan, model: nn.Module, name: str) -> None:
+    """A table by rows."""
+    module = cast(nn.Embedding, model.get_submodule(name))
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise PlanError(
+            "E226",
+            f"plan.tp > 1: the embedding {name!r} has max_norm, scale_grad_by_freq or sparse set, which look at whole "
+            f"rows of all tokens. Set plan.tp=1.",
+        )
+    sizes = plan.maker.sizes(module.num_embeddings, f"rows of {name.rpartition('.')[2]}")
+    plan.maker.cut(_first_name(model, f"{name}.weight"), 0, sizes)
+    plan.maker.call("all_reduce")
+    first = sum(sizes[: plan.group.index])
+    plan.forwards[name] = partial(tensor_calls.embedding, module, plan.group, first, f"embedding {name}")
+
+
+def plan_gathered(plan: SplitPlan, model: nn.Module, name: str) -> None:
+    """A layer by columns, its outputs gathered."""
+    module = cast(nn.Linear, model.get_submodule(name))
+    sizes = plan.maker.sizes(module.out_features, f"outputs of {name.rpartition('.')[2]}")
+    for part in _parts(module):
+        plan.maker.cut(_first_name(model, f"{name}.{part}"), 0, sizes)
+    plan.maker.call("all_gather")
+    plan.maker.call("all_reduce")
+    plan.forwards[name] = partial(tensor_calls.gathered, module, plan.group, sizes, f"head {name}")
+
+
+def _parts(module: nn.Linear) -> list[str]:
+    return ["weight"] if module.bias is None else ["weight", "bias"]
+
+
+def _first_name(model: nn.Module, name: str) -> str:
+    """The name under which a parameter is registered first: a tied one is cut once."""
+    parameter = model.get_parameter(name)
+    return next(first for first, candidate in model.named_parameters() if candidate is parameter)
