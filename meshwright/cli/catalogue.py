@@ -372,6 +372,19 @@ CATALOGUE = (
         "Take names of `model.named_modules()`; * stands for any text, | separates patterns.",
     ),
     CodeEntry(
+        "E252",
+        "a kind of context parallelism that does not fit",
+        "plan.cp_kind = ulysses gives every rank some heads of the attention, and 2d does so for part of the ranks, so "
+        "there must be enough heads; 2d also needs a plan.cp with two factors.",
+        'Set plan.cp_kind = "ring" or "allgather", which ask nothing of the heads, or another plan.cp.',
+    ),
+    CodeEntry(
+        "E255",
+        "a key that is not built together with plan.cp",
+        "Context parallelism cuts the sequences of a batch over ranks, and some other key does not know that yet.",
+        "Leave the other key out, or set plan.cp = 1.",
+    ),
+    CodeEntry(
         "E228",
         "a key that is not built together with plan.tp",
         "Under tensor parallelism a rank holds parts of matrices. Checkpoints, recomputation, Muon, parameter servers "

@@ -8,6 +8,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.plan import Offload, Precision, TrainPlan, TransportName
 from meshwright.layout.policy import Ownership, ShardingPolicy, find_policy
 from meshwright.layout.recompute import NOTHING_AGAIN, RecomputePlan
+from meshwright.layout.sequence import DEFAULT_CP_KIND, CpKind, check_kind
 from meshwright.layout.sync import check_sync, num_servers
 from meshwright.mesh import MeshSpec
 
@@ -32,6 +33,8 @@ class PlanRequest:
         recompute: what is computed again in backward.
         servers: ranks that hold the parameters (sync `parameter_server`); None: 1 there.
         staleness: steps a worker may be ahead of the slowest (the same sync); None: steps are made together.
+        cp: context-parallel ranks, over which sequences are cut.
+        cp_kind: how attention sees the whole sequence; None: a ring.
     """
 
     policy: str | int = "ddp"
@@ -49,6 +52,13 @@ class PlanRequest:
     staleness: int | None = None
     tp: int = 1
     layout: tuple[tuple[str, str], ...] = ()
+    cp: int = 1
+    cp_kind: CpKind | None = None
+
+    @property
+    def num_model_ranks(self) -> int:
+        """Ranks that share the samples of one data-parallel rank."""
+        return self.tp * self.cp
 
 
 def make_plan(
@@ -67,16 +77,17 @@ def make_plan(
             (hsdp against dp), E211 (nothing to own), E221 (sync against policy) or E222 (servers, staleness).
     """
     servers = num_servers(request.sync, request.servers, request.staleness, world_size=world_size)
-    tp = request.tp
+    shared = request.num_model_ranks
     _check_tensor_parallel(request)
-    dp = max(1, (world_size - servers) // tp) if request.dp is None else request.dp
-    if dp * tp + servers != world_size:
+    _check_context_parallel(request)
+    dp = max(1, (world_size - servers) // shared) if request.dp is None else request.dp
+    if dp * shared + servers != world_size:
         beside = f", {servers} of them servers," if servers else ""
         raise PlanError(
             "E200",
-            f"tp {tp} x pp 1 x cp 1 x dp {dp} = {tp * dp}, but {world_size} processes started{beside} (ep is "
-            f"inside dp x cp, it does not multiply). {_other_size(request, world_size - servers)}, or start "
-            f"{dp * tp + servers}."
+            f"tp {request.tp} x pp 1 x cp {request.cp} x dp {dp} = {shared * dp}, but {world_size} processes "
+            f"started{beside} (ep is inside dp x cp, it does not multiply). "
+            f"{_other_size(request, world_size - servers)}, or start {dp * shared + servers}."
             + (f" Is a world of {world_size} intended? It came from {world_source}." if world_source else ""),
         )
     micro_batch = request.micro_batch
@@ -107,13 +118,14 @@ def make_plan(
         servers=servers,
         staleness=request.staleness,
         layout=request.layout,
+        cp_kind=request.cp_kind or DEFAULT_CP_KIND,
     )
 
 
 def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpec:
     """Copies of the model over `request.hsdp` neighbouring ranks each."""
     if request.hsdp is None:
-        return MeshSpec.of(dp_shard=dp, tp=request.tp)
+        return MeshSpec.of(dp_shard=dp, cp=request.cp, tp=request.tp)
     if not policy.shards_optimizer:
         raise PlanError(
             "E210",
@@ -123,13 +135,16 @@ def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpe
     if dp % request.hsdp:
         sizes = ", ".join(str(size) for size in range(1, dp + 1) if dp % size == 0)
         raise PlanError("E210", f"plan.hsdp = {request.hsdp} does not divide dp {dp}. Valid: {sizes}.")
-    return MeshSpec.of(dp_replicate=dp // request.hsdp, dp_shard=request.hsdp, tp=request.tp)
+    return MeshSpec.of(dp_replicate=dp // request.hsdp, dp_shard=request.hsdp, cp=request.cp, tp=request.tp)
 
 
 def _other_size(request: PlanRequest, num_ranks: int) -> str:
     """The nearest plan for `num_ranks` processes."""
-    if num_ranks % request.tp == 0:
-        return f"Set plan.dp={num_ranks // request.tp}"
+    shared = request.num_model_ranks
+    if num_ranks % shared == 0:
+        return f"Set plan.dp={num_ranks // shared}"
+    if request.cp > 1:
+        return f"plan.cp x plan.tp = {shared} does not divide {num_ranks}: change one of them"
     valid = " ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
     return f"plan.tp={request.tp} does not divide {num_ranks}: set plan.tp to one of {valid}"
 
@@ -147,6 +162,18 @@ def _check_tensor_parallel(request: PlanRequest) -> None:
             raise PlanError(
                 "E228", f"{what} with plan.tp = {request.tp} is not built. Leave it out, or set plan.tp=1."
             )
+
+
+def _check_context_parallel(request: PlanRequest) -> None:
+    """E252 for a kind that cp cannot have, E255 for what is not built together with cp."""
+    if request.cp == 1:
+        return
+    check_kind(request.cp, request.cp_kind)
+    if request.sync == "parameter_server":
+        raise PlanError(
+            "E255",
+            f'plan.sync = "parameter_server" with plan.cp = {request.cp} is not built. Leave it out, or set plan.cp=1.',
+        )
 
 
 def _check_ownership(policy: ShardingPolicy) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from meshwright.layout.policy import ShardingPolicy, find_policy
 from meshwright.layout.recompute import NOTHING_AGAIN, RecomputePlan, parse_recompute
+from meshwright.layout.sequence import DEFAULT_CP_KIND, CpKind
 from meshwright.mesh import MeshSpec
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -36,6 +37,7 @@ class TrainPlan:
         layout: pattern of module names and role of each kind of layer under tp; empty: by known names.
         servers: ranks behind those of the mesh that hold and update the parameters (sync `parameter_server`).
         staleness: steps that a worker may be ahead of the slowest; None: all make the same step together.
+        cp_kind: how attention sees the whole sequence under cp.
     """
 
     mesh: MeshSpec
@@ -51,6 +53,7 @@ class TrainPlan:
     servers: int = 0
     staleness: int | None = None
     layout: tuple[tuple[str, str], ...] = ()
+    cp_kind: CpKind = DEFAULT_CP_KIND
 
     @property
     def world_size(self) -> int:
@@ -62,11 +65,12 @@ class TrainPlan:
 
         With servers: `2 workers, 1 parameter server · micro ...`.
         """
-        shard, copies = self.mesh.size("dp_shard"), self.mesh.size("dp_replicate")
+        shard, copies = self.mesh.size("dp_shard", "cp"), self.mesh.size("dp_replicate")
         name = self.policy.name if shard == 1 else f"{self.policy.name}x{shard}"
         name = f"whole {name}" if self.policy.ownership == "whole" else name
         name = f"{copies} copies of {name}" if copies > 1 else name
         name = f"tp{self.mesh.size('tp')} · {name}" if self.mesh.size("tp") > 1 else name
+        name = f"cp{self.mesh.size('cp')} {self.cp_kind} · {name}" if self.mesh.size("cp") > 1 else name
         if self.servers:
             name = f"{_number(shard, 'worker')}, {_number(self.servers, 'parameter server')}"
         parts = [name, f"micro {self.micro_batch} x accumulate {self.num_microbatches}", self.precision]

@@ -19,7 +19,7 @@ ROWS = (
     ("partitioning",),
     ("nested",),
     ("comm",),
-    ("sharding", "tensor", "checkpoint", "recompute"),
+    ("sharding", "tensor", "context", "checkpoint", "recompute"),
     ("adapt", "capture"),
     ("models", "data"),
     ("training",),

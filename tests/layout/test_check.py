@@ -105,3 +105,25 @@ def test_tensor_parallel_against_processes() -> None:
     assert "Set plan.dp=3, or start 4." in error.message
     error = _error(PlanRequest(tp=4), world_size=6, global_batch=12)
     assert "plan.tp=4 does not divide 6: set plan.tp to one of 1 2 3 6, or start 4." in error.message
+
+
+def test_context_parallel_ranks_share_the_samples() -> None:
+    plan = make_plan(PlanRequest(policy=3, tp=2, cp=3, cp_kind="ulysses"), world_size=12, global_batch=8)
+    assert plan.mesh.sizes() == {"pp": 1, "dp": 2, "cp": 3, "tp": 2}
+    assert (plan.micro_batch, plan.cp_kind) == (4, "ulysses")
+    assert plan.describe().startswith("cp3 ulysses · tp2 · zero3x6 · micro 4")
+    assert TrainPlan.from_json(plan.to_json()) == plan
+    assert make_plan(PlanRequest(cp=2), world_size=2, global_batch=1).cp_kind == "ring"
+
+
+def test_context_parallel_against_processes_and_other_keys() -> None:
+    error = _error(PlanRequest(cp=2, dp=2), world_size=6, global_batch=12)
+    assert (error.code, "tp 1 x pp 1 x cp 2 x dp 2 = 4, but 6" in error.message) == ("E200", True)
+    assert "Set plan.dp=3, or start 4." in error.message
+    error = _error(PlanRequest(cp=4), world_size=6, global_batch=12)
+    assert "plan.cp x plan.tp = 4 does not divide 6: change one of them" in error.message
+    error = _error(PlanRequest(cp=3, cp_kind="2d"), world_size=3, global_batch=12)
+    assert error.code == "E252"
+    assert 'plan.cp = 3 has no two factors. Set plan.cp=4 or 6, or plan.cp_kind="ring".' in error.message
+    error = _error(PlanRequest(cp=2, sync="parameter_server"), world_size=3, global_batch=12)
+    assert (error.code, "with plan.cp = 2 is not built" in error.message) == ("E255", True)
