@@ -31,11 +31,12 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from meshwright.adapt.attention import attention_with_dropout, weights_shape
-from meshwright.comm.rng import CutDraw, Draw, MicroStep, fold, scratch_words
+from meshwright.comm.rng import CutDraw, Draw, MicroStep, SlicedDraw, fold, scratch_words
 from meshwright.errors import NumericsError, PlanError
+from meshwright.layout.sequence import SequenceRegion
 from meshwright.layout.tensor_layout import CutRegion
 
 DropoutKind = Literal["stateless", "native"]
@@ -54,14 +55,20 @@ class StatelessDropout:
 
     Args:
         region: tells what is cut over tp where a call is made; None: nothing ever is.
+        sequence: tells what of the sequences this rank has; None: all of them.
         must_agree: is told each call of the forwards in a line that all ranks must have alike.
     """
 
     def __init__(
-        self, *, must_agree: Callable[[str], None] | None = None, region: CutRegion | None = None
+        self,
+        *,
+        must_agree: Callable[[str], None] | None = None,
+        region: CutRegion | None = None,
+        sequence: SequenceRegion | None = None,
     ) -> None:
         self._must_agree = must_agree
         self._region = region
+        self._sequence = sequence
         self._scope: _Scope | None = None
         self._words: Tensor | None = None
 
@@ -99,7 +106,7 @@ class StatelessDropout:
         elif place is not None:
             generator.manual_seed(place.key)
         if self._scope is None and place is not None:
-            self._scope = _Scope(place, self._must_agree, self._region)
+            self._scope = _Scope(place, self._must_agree, self._region, self._sequence)
         elif self._scope is not None and place is not None:
             self._scope.place = place
 
@@ -112,10 +119,29 @@ def by_shape() -> Iterator[None]:
 
 
 def stateless(
-    place: MicroStep, *, must_agree: Callable[[str], None] | None = None, region: CutRegion | None = None
+    place: MicroStep,
+    *,
+    must_agree: Callable[[str], None] | None = None,
+    region: CutRegion | None = None,
+    sequence: SequenceRegion | None = None,
 ) -> AbstractContextManager[None]:
     """A micro-step of one forward and backward, entered once around both; see `StatelessDropout`."""
-    return StatelessDropout(must_agree=must_agree, region=region).entered(place)
+    return StatelessDropout(must_agree=must_agree, region=region, sequence=sequence).entered(place)
+
+
+def attention_draw(query: Tensor, shape: tuple[int, ...], drop_probability: float) -> Draw:
+    """The random bits of a call over the attention weights `shape` of whole sequences; only where dropout is stateless.
+
+    Raises:
+        PlanError: E208 elsewhere.
+    """
+    if has_torch_function((query,)):
+        return handle_torch_function(attention_draw, (query,), query, shape, drop_probability)
+    raise PlanError(
+        "E208",
+        f'dropout in attention (p={drop_probability:g}) over cut sequences needs train.dropout = "stateless": no rank '
+        f"alone knows torch's own masks.",
+    )
 
 
 def check_modules(model: nn.Module, *, num_ranks: int) -> None:
@@ -150,10 +176,12 @@ class _Scope(TorchFunctionMode):
         place: MicroStep,
         must_agree: Callable[[str], None] | None,
         region: CutRegion | None = None,
+        sequence: SequenceRegion | None = None,
     ) -> None:
         super().__init__()
         self.place = place
         self._region = region
+        self._sequence = sequence
         self._must_agree = must_agree
         self._places: dict[int, MicroStep] = {}
 
@@ -169,6 +197,24 @@ class _Scope(TorchFunctionMode):
 
     def draw(self, shape: torch.Size, drop_probability: float, *, what: str) -> Draw:
         """The random bits of the next call, over a tensor of which this rank holds `shape`."""
+        if self._sequence is None or self._sequence.cut is None:
+            return self.draw_whole(shape, drop_probability, what=what)
+        cut = self._sequence.cut
+        if len(shape) < 2 or shape[1] != cut.local_length:
+            raise PlanError(
+                "E208",
+                f"{what} in {module_path()}: its tensor of shape {tuple(shape)} has not this rank's "
+                f"{cut.local_length} positions of the sequence (plan.cp) as its second dim, so which elements it has "
+                f"is unknown. Put batch and sequence first, or set plan.cp=1.",
+            )
+        whole = self.draw_whole(torch.Size((shape[0], cut.length, *shape[2:])), drop_probability, what=what)
+        positions = [place for start, stop in cut.runs(self._sequence.index) for place in range(start, stop)]
+        return SlicedDraw(
+            whole.key, 0, drop_probability, whole, torch.tensor(positions), cut.length, math.prod(shape[2:])
+        )
+
+    def draw_whole(self, shape: torch.Size, drop_probability: float, *, what: str) -> Draw:
+        """The same of whole sequences, whatever part of them this rank has."""
         key = int(torch.randint(2**63 - 1, (), device="cpu"))
         # Private, as torch.utils.checkpoint has it: nothing public tells backward from forward (guarded by a test).
         in_forward = torch._C._current_graph_task_id() == -1
@@ -177,7 +223,7 @@ class _Scope(TorchFunctionMode):
         elif key not in self._places:
             raise NumericsError(
                 "E209",
-                f"{what} in {_module_path()}: recomputed in backward, it draws another mask than in forward. "
+                f"{what} in {module_path()}: recomputed in backward, it draws another mask than in forward. "
                 f"Checkpoint with preserve_rng_state=True.",
             )
         place = self._places[key]
@@ -185,7 +231,7 @@ class _Scope(TorchFunctionMode):
         if partial and not place.is_whole:
             raise PlanError(
                 "E208",
-                f"{what} in {_module_path()}: its tensor of shape {tuple(shape)} has a first dim that is no multiple "
+                f"{what} in {module_path()}: its tensor of shape {tuple(shape)} has a first dim that is no multiple "
                 f"of this rank's {place.num_rows} of {place.total_rows} samples. Put the batch first, or choose "
                 f'train.dropout = "native" (masks then depend on the number of ranks).',
             )
@@ -205,7 +251,7 @@ class _Scope(TorchFunctionMode):
         if found is None:
             raise PlanError(
                 "E208",
-                f"{what} in {_module_path()}: its tensor of shape {tuple(shape)} is computed from a part of the "
+                f"{what} in {module_path()}: its tensor of shape {tuple(shape)} is computed from a part of the "
                 f"heads or channels (plan.tp), and which of its dims that cuts is unknown. Set plan.tp=1, or choose "
                 f'train.dropout = "native" (masks then depend on the number of ranks).',
             )
@@ -258,7 +304,7 @@ class _Dropped(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0] * ctx.scale, None, None
 
 
-def _module_path() -> str:
+def module_path() -> str:
     """Classes of the modules whose forward is running, outermost first; for error texts only."""
     names: list[str] = []
     frame, seen = inspect.currentframe(), set()
@@ -347,7 +393,12 @@ def _attention(  # noqa: PLR0913 - torch's own parameters
     )
 
 
-def _seen_inside(native: Any) -> Handler:
+def _attention_draw(scope: _Scope, query: Tensor, shape: tuple[int, ...], drop_probability: float) -> Draw:
+    what = f"scaled_dot_product_attention(dropout_p={drop_probability:g})"
+    return scope.draw_whole(torch.Size(shape), drop_probability, what=what)
+
+
+def seen_inside(native: Any) -> Handler:
     """For a function of Python that calls others: run its code with the mode on.
 
     torch switches the mode off for what a function calls, and with the mode on it would hand the function here
@@ -365,7 +416,7 @@ def _seen_inside(native: Any) -> Handler:
     )
     copy.__kwdefaults__ = native.__kwdefaults__
 
-    def handle(scope: _Scope, *args: Any, **kwargs: Any) -> Any:
+    def handle(scope: TorchFunctionMode, *args: Any, **kwargs: Any) -> Any:
         with scope:
             return copy(*args, **kwargs)
 
@@ -386,7 +437,7 @@ def _unmapped(native: Any) -> Handler:
         shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
         raise PlanError(
             "E208",
-            f"{_name(native)} in {_module_path()} draws random numbers{shape}, and which of them belong to which "
+            f"{_name(native)} in {module_path()} draws random numbers{shape}, and which of them belong to which "
             f"samples of the global batch is unknown. Use dropout functions, pass a generator of your own, or choose "
             f'train.dropout = "native" (results then depend on the number of ranks).',
         )
@@ -448,8 +499,9 @@ _DROPOUTS: tuple[tuple[Any, Handler], ...] = (
     (torch.feature_alpha_dropout, _builtin(torch.feature_alpha_dropout, features=True, alpha=True)),
     (torch.feature_alpha_dropout_, _builtin(torch.feature_alpha_dropout_, features=True, alpha=True)),
     (F.scaled_dot_product_attention, _attention),
+    (attention_draw, _attention_draw),
 )
-_OUTER = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+OUTER_CALLS = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _CONDITIONAL = (
     *((native, _recurrent(native)) for native in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)),
     *((native, _randomised_relu(native)) for native in (F.rrelu, torch.rrelu, torch.rrelu_)),
@@ -464,7 +516,7 @@ _RANDOM = (
 )
 _HANDLERS: Mapping[Any, Handler] = types.MappingProxyType(
     dict(_DROPOUTS)
-    | {native: _seen_inside(native) for native in _OUTER}
+    | {native: seen_inside(native) for native in OUTER_CALLS}
     | dict(_CONDITIONAL)
     | {native: _unmapped(native) for native in _RANDOM}
 )

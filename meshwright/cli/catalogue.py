@@ -372,19 +372,6 @@ CATALOGUE = (
         "Take names of `model.named_modules()`; * stands for any text, | separates patterns.",
     ),
     CodeEntry(
-        "E252",
-        "a kind of context parallelism that does not fit",
-        "plan.cp_kind = ulysses gives every rank some heads of the attention, and 2d does so for part of the ranks, so "
-        "there must be enough heads; 2d also needs a plan.cp with two factors.",
-        'Set plan.cp_kind = "ring" or "allgather", which ask nothing of the heads, or another plan.cp.',
-    ),
-    CodeEntry(
-        "E255",
-        "a key that is not built together with plan.cp",
-        "Context parallelism cuts the sequences of a batch over ranks, and some other key does not know that yet.",
-        "Leave the other key out, or set plan.cp = 1.",
-    ),
-    CodeEntry(
         "E228",
         "a key that is not built together with plan.tp",
         "Under tensor parallelism a rank holds parts of matrices. Checkpoints, recomputation, Muon, parameter servers "
@@ -452,6 +439,46 @@ CATALOGUE = (
         "plan.recompute = budget:BYTES is the most that activations of a chain of blocks may take for one micro-batch. "
         "The leanest schedule, which keeps one input, takes more; or samples are not known yet (a loop of your own).",
         "Set a larger budget or a smaller plan.micro_batch; in a loop of your own choose full, selective or every:k.",
+    ),
+    CodeEntry(
+        "E250",
+        "attention that is not built over a cut sequence",
+        "Under plan.cp a query's keys are on other ranks. A mask given as a tensor was made from this rank's "
+        "positions, and some kinds (chunks, biases, soft caps, keys of another length) are not built. Nothing is "
+        "dropped in silence.",
+        "Take causal or full attention, a sliding window of a transformers model, documents by position_ids, padding "
+        "by attention_mask, or set plan.cp = 1.",
+    ),
+    CodeEntry(
+        "E251",
+        "a batch or a loss that cannot be cut along the sequence",
+        "plan.cp gives each rank a part of every sequence. The batch must be a mapping with tokens or input_ids of "
+        "shape (batch, sequence) and a label a position, and the loss must sum over positions without shifting "
+        "labels: the next token of a slice's last position is on another rank.",
+        "Shift labels in the dataset, or read batch['shift_labels'], which is shifted before the cut; or set plan.cp "
+        "= 1.",
+    ),
+    CodeEntry(
+        "E252",
+        "a kind of context parallelism that does not fit",
+        "plan.cp_kind = ulysses gives every rank some heads of the attention, and 2d does so for part of the ranks, so "
+        "there must be enough heads; 2d also needs a plan.cp with two factors.",
+        'Set plan.cp_kind = "ring" or "allgather", which ask nothing of the heads, or another plan.cp.',
+    ),
+    CodeEntry(
+        "E254",
+        "a model that looks along the sequence where it would see one rank's part",
+        "Under plan.cp only attention sees the whole sequence. Attention written out, positions counted from 0 "
+        "inside of the model, batch statistics, or a model without attention would compute something else without an "
+        "error.",
+        "Call torch's scaled_dot_product_attention, take positions from batch['positions'] (position_ids in "
+        "transformers), or set plan.cp = 1.",
+    ),
+    CodeEntry(
+        "E255",
+        "a key that is not built together with plan.cp",
+        "Context parallelism cuts the sequences of a batch over ranks, and some other key does not know that yet.",
+        "Leave the other key out, or set plan.cp = 1.",
     ),
     CodeEntry(
         "E301",
@@ -684,6 +711,13 @@ CATALOGUE = (
         "The attention has fewer key/value heads than plan.tp. Every rank holds all of their weights and computes one "
         "for each of its query heads; gradients of these weights are summed over the group in every micro-step.",
         "Nothing is wrong. A plan.tp of at most the number of key/value heads saves that sum.",
+    ),
+    CodeEntry(
+        "W204",
+        "sequences with padding under context parallelism",
+        "plan.cp does not divide the sequence into equal chunks (two a rank; one under ulysses). Padding is put at "
+        "its end: it is computed, never attended to by a token, and never counted as valid.",
+        "Nothing is wrong. A data.seq_len that 2 x plan.cp divides saves the work.",
     ),
     CodeEntry(
         "W205",

@@ -257,6 +257,8 @@ class Mesh:
             groups = DataGroups(everyone, alone("dp_shard", everyone), everyone)
         else:
             groups = DataGroups(everyone, self.group("dp_shard"), self.group("dp_replicate"))
+        if self.spec.size("cp") > 1:
+            groups = replace(groups, context=self.group("cp"))
         if self.spec.size("tp") == 1:
             return groups
         return replace(groups, model=self.group("tp"), world=self.group("world"))
@@ -267,6 +269,8 @@ class Mesh:
         if copies not in (1, everyone):
             shard = tuple(name for name in DATA_AXES if name != "dp_replicate")
             sets |= {"dp_shard": shard, "dp_replicate": ("dp_replicate",)}
+        if self.spec.size("cp") > 1:
+            sets |= {"cp": ("cp",)}
         if self.spec.size("tp") > 1:
             sets |= {"tp": ("tp",), "world": AXIS_NAMES}
         return sets

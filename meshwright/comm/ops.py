@@ -54,6 +54,8 @@ class DataGroups:
         num_servers: ranks at the end of `all` that hold the parameters and have no samples.
         model: ranks that hold other parts of this rank's copy and see its samples (tp); None: it is alone.
         world: every rank of the run, where `all` is not that.
+        context: ranks that read the same samples and hold other parts of their sequences (cp), neighbours in `all`;
+            None: this rank has them whole.
     """
 
     all: Group
@@ -63,6 +65,17 @@ class DataGroups:
     num_servers: int = 0
     model: Group | None = None
     world: Group | None = None
+    context: Group | None = None
+
+    @property
+    def num_readers(self) -> int:
+        """Parts into which samples are cut: the workers, those that share sequences counted once."""
+        return self.num_workers // (1 if self.context is None else self.context.size)
+
+    @property
+    def reader_index(self) -> int:
+        """Which of these parts is this rank's."""
+        return self.workers.index // (1 if self.context is None else self.context.size)
 
     @property
     def everyone(self) -> Group:

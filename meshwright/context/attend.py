@@ -6,13 +6,15 @@ Owns the choice, and the 2-D kind: Ulysses over neighbouring ranks, whose groups
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import Tensor
 
 from meshwright.comm.ops import Group
 from meshwright.context.all_gather import gathered_attention
 from meshwright.context.blocks import Attention
 from meshwright.context.ring import Ring, ring_attention
-from meshwright.context.ulysses import HeadRanks, over_heads, ulysses_attention
+from meshwright.context.ulysses import HeadRanks, Heads, over_heads, ulysses_attention
 from meshwright.layout.sequence import CpKind, SequenceCut, factors
 
 
@@ -64,3 +66,22 @@ def two_d_ranks(cut: SequenceCut, group: Group) -> tuple[HeadRanks, Ring]:
     ranks = HeadRanks(group, tuple(range(first, first + num_heads)), place)
     members = tuple(place + number * num_heads for number in range(num_rings))
     return ranks, Ring(group, members, ring_index, cut.merged(num_heads).runs_of_all())
+
+
+def calls_of_attention(
+    kind: CpKind, size: int, *, num_heads: int, num_kv_heads: int
+) -> tuple[Counter[str], Counter[str]]:
+    """Operations that a rank issues in forward and in backward of one call."""
+    if size == 1:
+        return Counter(), Counter()
+    if kind == "allgather":
+        return Counter(all_gather=1), Counter(all_gather=1, reduce_scatter=1)
+    exchanged, travelling = {"ulysses": (size, 1), "2d": factors(size)}.get(kind, (1, size))
+    hops = travelling - 1
+    forward, backward = Counter(send=hops, receive=hops), Counter(send=2 * hops, receive=2 * hops)
+    if exchanged > 1:
+        is_even = Heads.of(num_heads, num_kv_heads, exchanged).is_even and exchanged == size
+        others = exchanged - 1
+        both = Counter(all_to_all=2) if is_even else Counter(send=2 * others, receive=2 * others)
+        forward, backward = forward + both, backward + both
+    return +forward, +backward

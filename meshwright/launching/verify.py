@@ -350,10 +350,13 @@ def _lock_overrides(path: Path) -> list[str]:
     sizes = [
         f"plan.dp={plan.mesh.dp}",
         f"plan.tp={plan.mesh.size('tp')}",
+        f"plan.cp={plan.mesh.size('cp')}",
         f"plan.processes={plan.world_size}",
         f"plan.zero={zero}",
     ]
     sizes += _layout_overrides(plan.layout)
+    if plan.mesh.size("cp") > 1:
+        sizes.append(f"plan.cp_kind={plan.cp_kind}")
     if plan.mesh.size("dp_replicate") > 1:
         sizes.append(f"plan.hsdp={plan.mesh.size('dp_shard')}")
     if plan.servers:

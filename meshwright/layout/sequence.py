@@ -71,6 +71,19 @@ class SequenceCut:
         return SequenceCut(self.length, self.chunk, together)
 
 
+@dataclass
+class SequenceRegion:
+    """What of its sequences a rank has just now; changes with every micro-batch.
+
+    Attributes:
+        index: this rank's position among those that share the sequences.
+        cut: of the sequences; None: none is running.
+    """
+
+    index: int
+    cut: SequenceCut | None = None
+
+
 def cut_sequence(length: int, size: int, kind: CpKind, *, zigzag: bool = True) -> SequenceCut:
     """Cut `length` positions over `size` ranks as attention of `kind` wants them.
 

@@ -117,8 +117,12 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self._tie()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map tokens int64 `(batch, sequence)` to logits `(batch, sequence, vocab_size)`.
+
+        Args:
+            tokens: ids.
+            positions: of the tokens, of the same shape or of one sequence, for a part of a longer one; None: 0, 1 ...
 
         Raises:
             ValueError: the sequence is longer than `max_seq_len`.
@@ -129,8 +133,9 @@ class GPT(nn.Module):
                 f"sequence of {seq_len} tokens exceeds max_seq_len={self.config.max_seq_len}; "
                 "cut it, or build the model with more positions"
             )
-        positions_S = torch.arange(seq_len, device=tokens.device)
-        x_BSD = self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions_S))
+        if positions is None:
+            positions = torch.arange(seq_len, device=tokens.device)
+        x_BSD = self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
             x_BSD = block(x_BSD)
         return self.head(self.final_norm(x_BSD))

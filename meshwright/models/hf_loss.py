@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,23 +27,30 @@ def causal_lm_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         model: a causal language model of transformers.
         batch: our samples, `tokens` and `labels` int64 `(batch, sequence)` with labels already shifted by one; or
             transformers' own, `input_ids`, and where given `attention_mask` and unshifted `labels` (default: the
-            tokens that the mask keeps).
+            tokens that the mask keeps); or `shift_labels`, those of the next token. `positions` of ours, or
+            `position_ids` of theirs, where tokens are not counted from 0.
 
     Returns:
         The sum in nats and the number of labels that are not -100, as `language_model_loss`.
     """
     if "tokens" in batch:
-        logits = model(input_ids=batch["tokens"], use_cache=False).logits
+        places = {"position_ids": torch.atleast_2d(batch["positions"])} if "positions" in batch else {}
+        logits = model(input_ids=batch["tokens"], use_cache=False, **places).logits
         return summed_cross_entropy(logits, batch["labels"])
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    labels = batch["shift_labels"] if "shift_labels" in batch else next_token_labels(batch)
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "shift_labels")}
+    return summed_cross_entropy(model(**inputs, use_cache=False).logits, labels)
+
+
+def next_token_labels(batch: Batch) -> Tensor:
+    """Labels of a batch of transformers, `(batch, sequence)`, each at the position that predicts it."""
     labels = batch.get("labels")
     if labels is None:
         labels = batch["input_ids"]
         if "attention_mask" in batch:
             labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
-    logits = model(**inputs, use_cache=False).logits
     # The last position predicts nothing; padding the labels instead of cutting the logits saves a copy of them.
-    return summed_cross_entropy(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL))
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def same_place_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -56,7 +64,7 @@ def same_place_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     Returns:
         As `causal_lm_loss`.
     """
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "shift_labels")}
     return summed_cross_entropy(model(**inputs).logits, batch["labels"])
 
 

@@ -55,20 +55,20 @@ class LlamaConfig:
 
 
 def rotation_tables(positions_S: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angle each position turns each pair by, float64 `(sequence, head_dim / 2)`.
+    """Cosine and sine of the angle each position turns each pair by, float64 `(..., sequence, head_dim / 2)`.
 
     In float64 because an angle reaches the sequence length: float32 loses 0.01 radian at 131,072 tokens.
     They are computed in each forward pass, never stored: a buffer made on the meta device would lose them.
     """
     exponents_R = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=torch.float64) / head_dim
-    angles_SR = positions_S.double()[:, None] * theta**-exponents_R
+    angles_SR = positions_S.double()[..., None] * theta**-exponents_R
     return angles_SR.cos(), angles_SR.sin()
 
 
 def rotate(x_BSNH: Tensor, cosine_SR: Tensor, sine_SR: Tensor) -> Tensor:
     """Turn the pairs (i, i + H/2) of each head by the tables' angles, in the tables' precision."""
     first, second = x_BSNH.to(cosine_SR.dtype).chunk(2, dim=-1)
-    cosine, sine = cosine_SR[:, None, :], sine_SR[:, None, :]
+    cosine, sine = cosine_SR[..., None, :], sine_SR[..., None, :]
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.to(x_BSNH.dtype)
 
@@ -148,8 +148,12 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self._tie()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map tokens int64 `(batch, sequence)` to logits `(batch, sequence, vocab_size)`.
+
+        Args:
+            tokens: ids.
+            positions: of the tokens, of the same shape or of one sequence, for a part of a longer one; None: 0, 1 ...
 
         Raises:
             ValueError: the sequence is longer than `max_seq_len`.
@@ -160,11 +164,13 @@ class Llama(nn.Module):
                 f"sequence of {seq_len} tokens exceeds max_seq_len={self.config.max_seq_len}; "
                 "cut it, or build the model with more positions"
             )
+        if positions is None:
+            positions = torch.arange(seq_len, device=tokens.device)
         x_BSD = self.token_embedding(tokens)
         cosine_SR, sine_SR = (
             table.to(torch.promote_types(x_BSD.dtype, torch.float32))
             for table in rotation_tables(
-                torch.arange(seq_len, device=tokens.device),
+                positions,
                 head_dim=self.config.head_dim,
                 theta=self.config.rope_theta,
             )

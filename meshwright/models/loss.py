@@ -21,12 +21,13 @@ def language_model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[
     Args:
         model: maps tokens `(batch, sequence)` to logits `(batch, sequence, vocabulary)`.
         batch: `tokens` and `labels`, both int64 `(batch, sequence)`; labels are already shifted by one, and
-            `IGNORED_LABEL` marks positions that do not count.
+            `IGNORED_LABEL` marks positions that do not count; and `positions`, where tokens are not counted from 0.
 
     Returns:
         The sum in nats, a scalar of at least float32, and the number of labels that count, an int64 scalar.
     """
-    return summed_cross_entropy(model(batch["tokens"]), batch["labels"])
+    places = (batch["positions"],) if "positions" in batch else ()
+    return summed_cross_entropy(model(batch["tokens"], *places), batch["labels"])
 
 
 def classification_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

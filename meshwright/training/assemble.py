@@ -12,7 +12,8 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from meshwright.adapt import registry
+from meshwright.adapt import context_hf, registry
+from meshwright.adapt.context_parallel import ContextScope, check_model
 from meshwright.adapt.dropout import DropoutKind
 from meshwright.adapt.tensor_parallel import split_model
 from meshwright.comm.ops import DataGroups
@@ -22,6 +23,11 @@ from meshwright.sharding.engine import ShardingEngine
 from meshwright.sharding.memory import Initialiser
 from meshwright.training.precision import COMPUTE_DTYPES
 from meshwright.training.task import check_same_model
+
+
+def context_scope(plan: TrainPlan, groups: DataGroups) -> ContextScope | None:
+    """What computes attention over the ranks that share sequences; None where there are none."""
+    return None if groups.context is None else ContextScope(groups.context, plan.cp_kind)
 
 
 def shard_model(
@@ -50,6 +56,9 @@ def shard_model(
             and adapting refuse.
     """
     check_same_model(model, groups.everyone, device=device)
+    if groups.context is not None:
+        check_model(model, groups.context.size)
+        context_hf.install(model)
     layout = None
     if groups.model is not None:
         layout, initialiser = split_model(model, groups.model, initialiser, dict(plan.layout))

@@ -41,8 +41,8 @@ class HeldOut:
             dataset,
             self.num_samples,
             batch_size=self.plan.micro_batch,
-            dp_size=self.groups.num_workers,
-            dp_rank=self.groups.workers.index,
+            dp_size=self.groups.num_readers,
+            dp_rank=self.groups.reader_index,
         )
         dtype = MASTER_DTYPES[self.plan.precision]
         moved = (cast_batch(batch, dtype, self.engine.device) for batch in batches)

@@ -107,6 +107,12 @@ class Job:
                 "Train by a run file (meshwright train run.toml), or set plan.sync=native, with plan.zero=1 for "
                 "optimizer state on one rank each.",
             )
+        if config.plan.cp > 1:
+            raise PlanError(
+                "E255",
+                f"plan.cp = {config.plan.cp} is not built for loops of your own. Train by a run file (meshwright train "
+                f"run.toml), or set plan.cp=1.",
+            )
         if config.plan.tp > 1:
             raise PlanError(
                 "E228",

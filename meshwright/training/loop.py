@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.adapt import registry
+from meshwright.adapt.context_parallel import in_context
 from meshwright.checkpoint.folder import FOLDER_NAME, ResumeFrom
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
@@ -27,7 +28,7 @@ from meshwright.errors import NumericsError, PlanError
 from meshwright.layout.tensor_layout import CutRegion
 from meshwright.training import header
 from meshwright.training.activations import budget_schedules, subject_of
-from meshwright.training.assemble import shard_model
+from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.asynchronous import AsynchronousRun, alone_state
 from meshwright.training.checkpoints import Checkpoints, Resumed, resume_lines
 from meshwright.training.config import RunConfig
@@ -54,6 +55,7 @@ from meshwright.training.planning import plan_of
 from meshwright.training.precision import MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import stateless_randomness
 from meshwright.training.run_ledger import RunLedger
+from meshwright.training.sequences import over_sequences, padding_warning
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
 from meshwright.training.task import make_task, model_numbers
@@ -128,7 +130,10 @@ class Run:
         self.groups = self.mesh.data_groups()
         self.group = self.groups.all
         self.task = make_task(config)
+        self.context = context_scope(self.plan, self.groups)
         self.loss = no_samples if self.groups.is_server else self.task.loss
+        if self.context is not None:
+            self.loss = over_sequences(self.loss, self.context)
         self.subject = subject_of(self.task, self.plan)
         self.schedules = budget_schedules(self.subject)
         self.ledger = self._predict(world)
@@ -163,8 +168,8 @@ class Run:
         )
 
     def _predict(self, world: World) -> RunLedger | None:
-        """The ledger of the first rank, which also refuses what cannot fit; none is known with tp."""
-        if not self.is_first or self.groups.model is not None:
+        """The ledger of the first rank, which also refuses what cannot fit; none is known with tp and cp."""
+        if not self.is_first or self.groups.model is not None or self.context is not None:
             return None
         usable = usable_bytes(self.device, local_size=world.local_size)
         return RunLedger(self.subject, self._optimizer_spec(), schedules=self.schedules, usable=usable)
@@ -174,7 +179,7 @@ class Run:
 
     def _make_state(self) -> TrainState:
         kind, plan = self.config.train.dropout, self.plan
-        for text in [*self.mesh.warnings, *warnings_of(plan, self.device)]:
+        for text in [*self.mesh.warnings, *warnings_of(plan, self.device), *self._padding()]:
             self.console.line(text)
         for text in registry.warnings_of(
             self.task.model,
@@ -200,6 +205,13 @@ class Run:
         scale = LossScale() if plan.precision == "fp16" else None
         return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards), loss_scale=scale)
 
+    def _padding(self) -> list[str]:
+        length = self.task.shape.get("sequence")
+        if self.context is None or length is None:
+            return []
+        text = padding_warning(length, self.context.group.size, self.context.kind)
+        return [] if text is None else [text]
+
     def _use_geometry(self, geometry: BatchGeometry) -> None:
         """Samples and dropout masks by where the global batch of a step begins in the stream."""
         self.batches = Batches(self.task.train_data, geometry, seed=self.config.train.seed)
@@ -209,7 +221,10 @@ class Run:
                 seed=self.config.train.seed,
                 must_agree=partial(self.group.log.must_agree, self.groups.workers.axis),
                 region=self._region(),
+                sequence=None if self.context is None else self.context.region,
             )
+        if self.context is not None:
+            self.state.randomness = in_context(self.context, self.state.randomness)
 
     def _region(self) -> CutRegion | None:
         layout = self.state.engine.tensor_layout
@@ -219,8 +234,8 @@ class Run:
         return BatchGeometry(
             global_batch=self.plan.global_batch,
             num_microbatches=self.plan.num_microbatches,
-            dp_size=self.groups.num_workers,
-            dp_rank=self.groups.workers.index,
+            dp_size=self.groups.num_readers,
+            dp_rank=self.groups.reader_index,
         )
 
     # The loop.

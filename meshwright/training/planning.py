@@ -8,6 +8,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.layout.plan import TrainPlan
 from meshwright.layout.recompute import parse_recompute
+from meshwright.layout.sequence import DEFAULT_CP_KIND, check_heads
 from meshwright.layout.sync import num_servers
 from meshwright.layout.tensor_layout import too_many_ranks
 from meshwright.presets import find_model
@@ -46,6 +47,8 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         staleness=config.plan.staleness,
         tp=config.plan.tp,
         layout=tuple(config.plan.layout.items()),
+        cp=config.plan.cp,
+        cp_kind=config.plan.cp_kind,
     )
     plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source
@@ -54,6 +57,8 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         _check_asynchronous(config)
     if config.plan.tp > 1:
         _check_tensor_parallel(config)
+    if config.plan.cp > 1:
+        _check_context_parallel(config)
     parts = (
         plan.policy.shards_optimizer and plan.policy.ownership == "flat" and plan.mesh.size("dp_shard") > 1
     )
@@ -62,19 +67,20 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
 
 
 def num_workers_of(config: RunConfig, world_size: int) -> int:
-    """Of `world_size` processes how many have samples of their own: no servers, one a tp group; E222 as `make_plan`."""
+    """Of `world_size` processes how many have samples of their own: one a cp x tp group; E222 as `make_plan`."""
     chosen = config.plan
     servers = num_servers(chosen.sync, chosen.servers, chosen.staleness, world_size=world_size)
-    return max(1, (world_size - servers) // chosen.tp)
+    return max(1, (world_size - servers) // (chosen.cp * chosen.tp))
 
 
 def local_world_size(config: RunConfig, *, num_gpus: int) -> int:
-    """How many local processes a run starts: plan.processes, else tp x (plan.dp, one a GPU or one), and the servers."""
+    """How many local processes a run starts: plan.processes, else tp x cp x (plan.dp, one a GPU or one) and servers."""
     if config.plan.processes:
         return config.plan.processes
     servers = config.plan.servers or 1 if config.plan.sync == "parameter_server" else 0
-    ranks = config.plan.dp or max(1, num_gpus // config.plan.tp)
-    return ranks * config.plan.tp + servers
+    shared = config.plan.tp * config.plan.cp
+    ranks = config.plan.dp or max(1, num_gpus // shared)
+    return ranks * shared + servers
 
 
 def _check_asynchronous(config: RunConfig) -> None:
@@ -101,6 +107,21 @@ def _check_asynchronous(config: RunConfig) -> None:
                 f"none that all have made before the end. {instead[0].upper()}{instead[1:]}, or leave plan.staleness "
                 f"out.",
             )
+
+
+def _check_context_parallel(config: RunConfig) -> None:
+    """E255 for what is not built with cp; E252 for a known architecture."""
+    if any(kept.kind == "budget" for _, kept in parse_recompute(config.plan.recompute).rules):
+        raise PlanError(
+            "E255",
+            f'plan.recompute = "{config.plan.recompute}" with plan.cp = {config.plan.cp} is not built: what a layer '
+            f"keeps is counted for whole sequences. Choose full, selective, every:k or constant, or set plan.cp=1.",
+        )
+    if config.model.source.startswith("preset:"):
+        preset = find_model(config.model.source.removeprefix("preset:"))
+        heads = config.model.num_heads or preset.num_heads
+        if heads:
+            check_heads(config.plan.cp, heads // config.plan.tp, config.plan.cp_kind or DEFAULT_CP_KIND)
 
 
 def _check_tensor_parallel(config: RunConfig) -> None:

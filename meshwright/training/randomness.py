@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from meshwright.adapt.dropout import stateless
 from meshwright.comm.rng import MicroStep
 from meshwright.data.index_law import BatchGeometry
+from meshwright.layout.sequence import SequenceRegion
 from meshwright.layout.tensor_layout import CutRegion
 
 
@@ -17,6 +18,7 @@ def stateless_randomness(
     seed: int,
     must_agree: Callable[[str], None] | None = None,
     region: CutRegion | None = None,
+    sequence: SequenceRegion | None = None,
 ) -> Callable[[int, int], AbstractContextManager[None]]:
     """For `TrainState.randomness`: (step, micro-step) -> dropout masks of this rank's samples.
 
@@ -26,6 +28,7 @@ def stateless_randomness(
         must_agree: is told each call in a line that is the same on all ranks, e.g. by the log's `must_agree`; then
             the step's reduction finds ranks that draw for other layers or other shapes of a sample.
         region: see `StatelessDropout`.
+        sequence: the same.
     """
 
     def enter(step: int, microbatch: int) -> AbstractContextManager[None]:
@@ -37,6 +40,6 @@ def stateless_randomness(
             num_rows=len(rows),
             total_rows=geometry.global_batch // geometry.num_microbatches,
         )
-        return stateless(place, must_agree=must_agree, region=region)
+        return stateless(place, must_agree=must_agree, region=region, sequence=sequence)
 
     return enter

@@ -71,8 +71,6 @@ _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "schedule": ("serial",),
         "chunks": (None,),
         "stages": (None,),
-        "cp": (1,),
-        "cp_kind": (None,),
         "ep": (1,),
         "transport": ("auto", "gloo", "shm", "nccl"),
         "cluster": (None,),
@@ -377,9 +375,10 @@ class PlanConfig(Section):
     stages: Annotated[tuple[int, ...], Field(strict=False)] | None = None
     """First layer of each stage."""
     cp: Annotated[int, Field(ge=1)] = 1
-    """Context-parallel ranks."""
+    """Context-parallel ranks, over which sequences are cut."""
     cp_kind: Literal["ring", "ulysses", "allgather", "2d"] | None = None
-    """How attention sees the whole sequence."""
+    """How attention sees the whole sequence: keys travel (ring, the default), heads are exchanged, keys are gathered,
+    or heads among neighbours and keys between their groups (2d)."""
     ep: Annotated[int, Field(ge=1)] = 1
     """Expert-parallel ranks, inside dp and cp."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.adapt.context_parallel import in_context
 from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
@@ -30,12 +31,13 @@ from meshwright.layout.uses import calls_of_uses
 from meshwright.recompute.install import reruns_of_model
 from meshwright.sharding.engine import ShardParameter
 from meshwright.training.activations import budget_schedules, subject_of
-from meshwright.training.assemble import shard_model
+from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.clip import clip_coefficient
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import ShardedOptimizer, spec_of
 from meshwright.training.precision import MASTER_DTYPES
 from meshwright.training.randomness import stateless_randomness
+from meshwright.training.sequences import over_sequences
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
 from meshwright.training.task import Task
@@ -46,9 +48,9 @@ from meshwright.verification.job import Handover, RankReport, Reference, Samples
 from meshwright.verification.observe import ModuleObserver
 from meshwright.verification.rank import CandidateRank
 from meshwright.verification.sources import GradientSamples
-from meshwright.verification.store import Comparer
+from meshwright.verification.store import Comparer, Positions
 from meshwright.verification.subject import WatchedData, make_subject, peak_memory, tensor_digest
-from meshwright.verification.tensors import Key
+from meshwright.verification.tensors import Key, Recorded
 
 _WATCHDOG_SECONDS = 120.0
 
@@ -120,26 +122,33 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
     geometry = BatchGeometry(
         global_batch=plan.global_batch,
         num_microbatches=plan.num_microbatches,
-        dp_size=groups.num_workers,
-        dp_rank=workers.index,
+        dp_size=groups.num_readers,
+        dp_rank=groups.reader_index,
     )
     state = TrainState(engine, ShardedOptimizer(spec, engine.shards))
+    context = context_scope(plan, groups)
     if kind == "stateless":
         state.randomness = stateless_randomness(
             geometry,
             seed=job.config.train.seed,
             must_agree=partial(workers.log.must_agree, workers.axis),
             region=None if engine.tensor_layout is None else engine.tensor_layout.region,
+            sequence=None if context is None else context.region,
         )
+    loss = no_samples if groups.is_server else task.loss
+    if context is not None:
+        state.randomness = in_context(context, state.randomness)
+        loss = over_sequences(loss, context)
     return CandidateRank(
         rank=groups.all.ranks[groups.all.index],
         engine=engine,
         state=state,
         batches=Batches(task.train_data, geometry, seed=job.config.train.seed),
-        loss=no_samples if groups.is_server else task.loss,
+        loss=loss,
         num_microbatches=plan.num_microbatches,
         clip_norm=clip_norm,
         again=reruns_of_model(engine.model, plan.recompute, schedules),
+        context=context,
     )
 
 
@@ -164,6 +173,7 @@ class _Candidate:
         self._groups = groups
         self._group = groups.all
         self._model = groups.model or alone("tp", groups.all)
+        self._context = groups.context or alone("cp", groups.all)
         task = make_subject(job)
         self._names = dict(task.model.named_parameters())
         self._data = WatchedData(task.train_data)
@@ -186,6 +196,7 @@ class _Candidate:
         self._contributions = Contributions(self._names)
         self._gradient_samples: dict[tuple[int, str], GradientSamples] = {}
         self._broken_ties: dict[tuple[str, ...], int] = {}
+        self._attention_calls: list[Counter[str]] = []
         self._microbatch = 0
 
     def run(self, save: Handover | None, load: Handover | None) -> RankReport:
@@ -231,13 +242,15 @@ class _Candidate:
             transport=next(
                 (group.transport.name for group in (self._group, self._model) if group.transport), "none"
             ),
-            model_index=self._model.index,
-            model_size=self._model.size,
+            model_index=self._context.index * self._model.size + self._model.index,
+            model_size=self._context.size * self._model.size,
         )
 
     def _step(self, step: int) -> StepResult:
         log = self._group.log
         log.reset_counters()
+        if self._rank.context is not None:
+            self._rank.context.declared.clear()
         self._contributions.clear()
         result = train_step(
             self._rank.state,
@@ -247,6 +260,8 @@ class _Candidate:
             lr=self._job.config.train.optimizer.lr,
             clip_norm=self._rank.clip_norm,
         )
+        if self._rank.context is not None:
+            self._attention_calls.append(Counter(self._rank.context.declared))
         self._issued.append({_call_name(op, axis): count for (op, axis), count in log.calls.items()})
         for check, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
             scalar = torch.tensor(value, dtype=torch.float64)
@@ -283,15 +298,29 @@ class _Candidate:
             if tensor.shape[item.batch_dim] != len(part) * item.rows_per_sample:
                 self._comparer.report(key, f"shape {tuple(tensor.shape)} for {len(part)} samples")
                 return
+        positions = self._positions(item, tensor)
         repeated = self._layout.repeated.get(module)
         if repeated is not None:  # each key/value head once, wherever it is
             for head in dict.fromkeys(repeated.heads):
                 ours = tensor.narrow(-1, repeated.heads.index(head) * repeated.width, repeated.width)
                 chunk = ((repeated.width,) * repeated.num_heads, head)
-                self._comparer.compare(key, ours, start=start, chunk=chunk)
+                self._comparer.compare(key, ours, start=start, chunk=chunk, positions=positions)
             return
         own = None if sizes is None else (sizes, self._layout.index)
-        self._comparer.compare(key, tensor, start=start, chunk=own)
+        self._comparer.compare(key, tensor, start=start, chunk=own, positions=positions)
+
+    def _positions(self, item: Recorded, tensor: Tensor) -> Positions | None:
+        """Which positions of whole sequences an output has; None where it has no sequence, or the whole of it."""
+        context = self._rank.context
+        cut = None if context is None else context.region.cut
+        if cut is None:
+            return None
+        for dim, (whole, ours) in enumerate(zip(item.shape, tensor.shape, strict=False)):
+            if dim != item.batch_dim and whole == cut.length and ours == cut.local_length:
+                runs = cut.runs(self._context.index)
+                places = [place for start, stop in runs for place in range(start, stop)]
+                return Positions(dim, tuple(places), cut.length, self._context.index, self._context.size)
+        return None
 
     def _compare_piece(
         self, key: Key, shard: tuple[str, int], piece: Tensor, *, divisor: float = 1.0
@@ -444,9 +473,15 @@ class _Candidate:
                 for op, count in self._layout.calls.items():
                     named[_call_name(op, self._model.axis)] += count * per_step
                 named[_call_name("all_reduce", self._model.axis)] += 1
+            for op, count in self._attention_of(first // per_step).items():
+                named[_call_name(op, self._context.axis)] += count
             named = Counter({name: count for name, count in named.items() if count})
             declared.append(dict(named))
         return tuple(declared)
+
+    def _attention_of(self, step: int) -> Counter[str]:
+        """Operations of attention over cut sequences in a step."""
+        return self._attention_calls[step] if step < len(self._attention_calls) else Counter()
 
     def _is_tied(self, names: tuple[str, ...]) -> bool:
         """Whether these names are still one tensor: one Parameter in one memory."""

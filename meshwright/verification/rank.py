@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshwright.adapt.context_parallel import ContextScope
 from meshwright.data.batches import Batches
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.state import TrainState
@@ -27,6 +28,7 @@ class CandidateRank:
         loss: (model, batch) -> (sum, count).
         num_microbatches: micro-steps of a step; a fault may lower it on every rank.
         clip_norm: limit of the gradient norm; None: no clipping.
+        context: computes attention over ranks that share sequences; None: each has them whole.
         again: name of a module to those that run again as wholes when its backward begins (plan.recompute).
     """
 
@@ -38,3 +40,4 @@ class CandidateRank:
     num_microbatches: int
     clip_norm: float | None
     again: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    context: ContextScope | None = None

@@ -106,6 +106,31 @@ def _whole_of(item: Recorded) -> tuple[object, ...]:
 _FIRST_MOMENTS = MappingProxyType({"momentum_buffer": "exp_avg"})
 
 
+@dataclass(frozen=True)
+class Positions:
+    """Which positions of a dim a rank's piece has, as of a sequence that is cut over ranks.
+
+    Attributes:
+        dim: the dim.
+        places: positions of the whole, those behind `length` are padding.
+        length: of the whole.
+        index: number of the piece.
+        num_parts: pieces that make up the whole.
+    """
+
+    dim: int
+    places: tuple[int, ...]
+    length: int
+    index: int
+    num_parts: int
+
+    def of(self, whole: npt.NDArray[np.generic], piece: Tensor) -> tuple[npt.NDArray[np.generic], Tensor]:
+        """What of `whole` corresponds to what of `piece` is no padding."""
+        known = [place for place in self.places if place < self.length]
+        ours = [number for number, place in enumerate(self.places) if place < self.length]
+        return np.take(whole, known, self.dim), piece.index_select(self.dim, torch.tensor(ours))
+
+
 @dataclass
 class _Sums:
     """What accumulates over the chunks of one piece."""
@@ -148,6 +173,7 @@ class Comparer:
         start: int = 0,
         divisor: float = 1.0,
         chunk: tuple[Sequence[int], int] | None = None,
+        positions: Positions | None = None,
     ) -> None:
         """Measure a piece.
 
@@ -157,6 +183,7 @@ class Comparer:
             start: first row, or first flat element.
             divisor: what the piece is divided by first.
             chunk: (sizes, index) where the piece has chunk `index` of the last dim, in any of its rows.
+            positions: where the piece has some positions of a dim, in any of its rows.
         """
         item = self._recorded.get(key)
         if item is None:
@@ -167,6 +194,10 @@ class Comparer:
         if chunk is not None:
             first = sum(sizes[:part])
             expected = expected[..., first : first + sizes[part]]
+        num_parts = len(sizes)
+        if positions is not None:
+            expected, actual = positions.of(expected, actual)
+            part, num_parts = positions.index * num_parts + part, positions.num_parts * num_parts
         if item.batch_dim is None:
             expected, actual = expected.reshape(-1), actual.reshape(-1)
         else:
@@ -182,7 +213,7 @@ class Comparer:
                 key,
                 self._rank,
                 start,
-                stop,
+                stop if positions is None or item.batch_dim is not None else item.extent,
                 numel=actual.numel(),
                 square_error=sums.square_error,
                 largest_error=sums.largest_error,
@@ -192,7 +223,7 @@ class Comparer:
                 ratio_low=min(sums.ratios, default=math.inf),
                 ratio_high=max(sums.ratios, default=-math.inf),
                 part=part,
-                num_parts=len(sizes),
+                num_parts=num_parts,
             )
         )
 

@@ -33,6 +33,7 @@ IMPORTS_NOTHING_OF_OURS = {"errors", "models"}
 MAY_IMPORT_LATE = {"cli", "launching", "testing", "lessons"}
 # Dependencies that only some runs need.
 OPTIONAL = {
+    ("meshwright/adapt/context_hf.py", "transformers"),
     ("meshwright/data/digits.py", "sklearn.datasets"),
     ("meshwright/data/hub.py", "huggingface_hub"),
     ("meshwright/data/hub_datasets.py", "datasets"),

@@ -242,8 +242,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
         "plan.schedule=1f1b",
         "plan.chunks=2",
         "plan.stages=[0, 3]",
-        "plan.cp=2",
-        "plan.cp_kind=ring",
         "plan.ep=2",
         "plan.cluster=8xh100",
         "plan.memory_headroom=10%",

@@ -1,0 +1,220 @@
+"""plan.cp is one device: our models and those of transformers, with windows, packed documents and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.launching.verify import job_of
+from meshwright.layout.plan import TrainPlan
+from meshwright.layout.sequence import factors
+from meshwright.models import GPT, GPTConfig, Llama, LlamaConfig, language_model_loss
+from meshwright.models.hf_loss import causal_lm_loss, same_place_loss
+from meshwright.verification.job import Functions
+from tests.parity.cover import as_cases, pairwise
+from tests.parity.verifying import Prepared, Verifier
+
+VOCABULARY, SEQUENCE = 37, 13
+STEPS, GLOBAL_BATCH, MICRO_STEPS = 2, 4, 2
+CHECKS = (
+    "data",
+    "loss",
+    "activations",
+    "gradients",
+    "grad_norm",
+    "parameters",
+    "optimizer",
+    "replicas",
+    "counts",
+)
+
+
+class Samples:
+    """Sequences of unequal numbers of valid labels.
+
+    Args:
+        form: `shifted` (tokens and labels), or transformers' own: `plain`, `packed` (documents that cross slices) or
+            `padded`.
+    """
+
+    def __init__(self, form: str = "shifted") -> None:
+        self.form = form
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, VOCABULARY, (SEQUENCE + 1,), generator=generator)
+        if self.form == "shifted":
+            labels = tokens[1:].clone()
+            labels[: index % 6] = -100
+            return {"tokens": tokens[:-1], "labels": labels}
+        ids = tokens[:-1]
+        if self.form == "packed":
+            end = 4 + index % 7  # no border of a slice
+            return {
+                "input_ids": ids,
+                "position_ids": torch.cat([torch.arange(end), torch.arange(SEQUENCE - end)]),
+            }
+        if self.form == "padded":
+            valid = torch.arange(SEQUENCE) < SEQUENCE - index % 5
+            labels = ids.masked_fill(~valid, -100)
+            return {"input_ids": ids.masked_fill(~valid, 0), "attention_mask": valid.long(), "labels": labels}
+        return {"input_ids": ids}
+
+
+def make_gpt(dropout: float = 0.0) -> GPT:
+    sizes = {"num_layers": 2, "dim": 24, "num_heads": 6, "ffn_dim": 50, "dropout": dropout}
+    return GPT(GPTConfig(vocab_size=VOCABULARY, max_seq_len=SEQUENCE, **sizes))
+
+
+def make_llama() -> Llama:
+    sizes = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 50}
+    return Llama(LlamaConfig(vocab_size=VOCABULARY, max_seq_len=SEQUENCE, **sizes))
+
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+
+
+def make_mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(
+        MistralConfig(**_SIZES, num_key_value_heads=2, sliding_window=5, attention_dropout=0.2)
+    )
+
+
+def make_hf_llama() -> nn.Module:
+    from transformers import LlamaConfig as Config
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(Config(**_SIZES, num_key_value_heads=2))
+
+
+def make_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=SEQUENCE)
+    )
+
+
+def make_bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**_SIZES))
+
+
+class InPlace(Samples):
+    """Labels of masked tokens, with padding that keys must not be."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = Samples("padded")[index]
+        chosen = torch.arange(SEQUENCE) % 3 == index % 3
+        return sample | {"labels": sample["labels"].masked_fill(~chosen, -100)}
+
+
+SUBJECTS = {
+    "gpt": (make_gpt, language_model_loss, Samples()),
+    "dropout": (partial(make_gpt, 0.3), language_model_loss, Samples()),
+    "llama": (make_llama, language_model_loss, Samples()),
+    "window": (make_mistral, causal_lm_loss, Samples("plain")),
+    "packed window": (make_mistral, causal_lm_loss, Samples("packed")),
+    "packed": (make_hf_llama, causal_lm_loss, Samples("packed")),
+    "padded": (make_hf_llama, causal_lm_loss, Samples("padded")),
+    "gpt2": (make_gpt2, causal_lm_loss, Samples("plain")),
+    "bert": (make_bert, same_place_loss, InPlace()),
+}
+
+
+@pytest.fixture(scope="module")
+def verifier(ranks) -> Iterator[Verifier]:
+    with Verifier(ranks) as verifier:
+        yield verifier
+
+
+def plan_for(subject: str, keys: str, processes: int, dp: int = 1) -> TrainPlan:
+    return _job(subject, f"{keys},micro_batch={GLOBAL_BATCH // MICRO_STEPS // dp}", processes).plan
+
+
+def _job(subject: str, keys: str, processes: int) -> Any:
+    options = {"steps": STEPS, "global_batch": GLOBAL_BATCH}
+    return job_of(Functions(*SUBJECTS[subject]), plan=keys, processes=processes, options=options)
+
+
+@cache
+def _prepared(verifier: Verifier, subject: str) -> Prepared:
+    """The run on one device, which serves all plans."""
+    return verifier.prepare(_job(subject, f"micro_batch={GLOBAL_BATCH // MICRO_STEPS}", 1))
+
+
+def check(verifier: Verifier, subject: str, keys: str, processes: int, dp: int = 1) -> None:
+    plan = plan_for(subject, keys, processes, dp)
+    result = verifier.run(_prepared(verifier, subject), plan=plan, timeout=120.0)
+    assert result.ok, result.table()
+    assert all(result.check(name).compared > 0 for name in CHECKS)
+    assert max(found.worst_relative for found in result.checks) < 1e-12
+
+
+FACTORS = {
+    "subject": list(SUBJECTS),
+    "cp": [1, 2, 3, 4],
+    "kind": ["ring", "ulysses", "allgather", "2d"],
+    "zero": [0, 1, 2, 3],
+    "transport": ["gloo", "shm"],
+}
+CASES = as_cases(
+    [
+        {"subject": "packed window", "cp": 2, "kind": "ring", "zero": 1, "transport": "shm"},
+        {"subject": "dropout", "cp": 3, "kind": "ulysses", "zero": 3, "transport": "gloo"},
+        {"subject": "padded", "cp": 2, "kind": "allgather", "zero": 0, "transport": "gloo"},
+        {"subject": "llama", "cp": 4, "kind": "2d", "zero": 2, "transport": "shm"},
+        {"subject": "bert", "cp": 2, "kind": "ring", "zero": 1, "transport": "gloo"},
+        *pairwise(FACTORS),
+    ],
+    num_default=5,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_context_parallel_is_one_device(verifier, case):
+    kind = case["kind"] if case["kind"] != "2d" or factors(case["cp"])[0] > 1 else "ring"
+    keys = f"cp={case['cp']},cp_kind={kind},zero={case['zero']},transport={case['transport']},bucket_bytes=4096 bytes"
+    check(verifier, case["subject"], keys, case["cp"])
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("subject", ["gpt", "dropout", "llama", "packed window"])
+@pytest.mark.parametrize(
+    ("keys", "processes", "dp"),
+    [
+        ("cp=2,tp=2,zero=3", 8, 2),
+        ("cp=2,tp=2,zero=1,cp_kind=ulysses", 8, 2),
+        ("cp=4,cp_kind=2d,zero=2", 8, 2),
+        ("cp=2,zero=3,hsdp=1", 4, 2),
+        ("cp=2,zero=2,ownership=whole", 4, 2),
+        ("cp=2,zero=3,recompute=full", 2, 1),
+        ("cp=2,zero=1,recompute=full,cp_kind=allgather", 4, 2),
+        ("cp=2,zero=1,recompute=selective,cp_kind=ulysses", 2, 1),
+        ("cp=2,zero=1,recompute=every:2", 2, 1),
+        ("cp=2,zero=1,offload=optimizer", 2, 1),
+        ("cp=2,zero=1,sync=ring,transport=gloo", 4, 2),
+    ],
+)
+def test_context_parallel_with_everything_else(verifier, subject, keys, processes, dp):
+    if subject == "packed window" and "tp=" in keys:
+        keys += ",precision=fp64"
+    check(verifier, subject, keys, processes, dp)
