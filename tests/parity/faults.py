@@ -105,15 +105,19 @@ class Case:
     ranks: int
     micro_steps: int
     optimizer: str
+    tp: int = 1
 
     def __str__(self) -> str:
-        return f"{self.subject}, {self.policy}x{self.ranks}, {self.micro_steps} micro-steps, {self.optimizer}"
+        tp = f" tp {self.tp}" if self.tp > 1 else ""
+        return f"{self.subject}, {self.policy}x{self.ranks}{tp}, {self.micro_steps} micro-steps, {self.optimizer}"
 
     @property
     def offers(self) -> frozenset[str]:
-        """The needs of faults that it meets; with a server those of servers only."""
+        """The needs of faults that it meets; with a server or tp those of them only."""
         if self.policy == "parameter_server":
             return frozenset({"servers"})
+        if self.tp > 1:
+            return frozenset({"tensor parallelism"})
         sharded = self.policy != "ddp"
         by_plan = {
             "2 ranks": True,
@@ -133,18 +137,28 @@ class Case:
         return SUBJECTS[self.subject].has | {need for need, met in by_plan.items() if met}
 
 
-CASES = tuple(
-    Case(subject, policy, ranks, micro_steps, optimizer)
-    for subject in SUBJECTS
-    for policy in POLICY_NAMES
-    for ranks in (2, 3, 4)
-    for micro_steps in (1, 2)
-    for optimizer in ("adamw", "sgd")
-) + tuple(
-    Case(subject, "parameter_server", ranks, micro_steps, "adamw")
-    for subject in SUBJECTS
-    for ranks in (3, 4)
-    for micro_steps in (1, 2)
+CASES = (
+    tuple(
+        Case(subject, policy, ranks, micro_steps, optimizer)
+        for subject in SUBJECTS
+        for policy in POLICY_NAMES
+        for ranks in (2, 3, 4)
+        for micro_steps in (1, 2)
+        for optimizer in ("adamw", "sgd")
+    )
+    + tuple(
+        Case(subject, "parameter_server", ranks, micro_steps, "adamw")
+        for subject in SUBJECTS
+        for ranks in (3, 4)
+        for micro_steps in (1, 2)
+    )
+    + tuple(
+        Case(subject, policy, ranks, micro_steps, "adamw", tp)
+        for subject in ("gpt", "gpt without dropout")
+        for policy in POLICY_NAMES
+        for ranks, tp in ((1, 2), (1, 3), (2, 2))
+        for micro_steps in (1, 2)
+    )
 )
 
 
@@ -219,7 +233,7 @@ class Runner:
         workers = case.ranks - servers
         return replace(
             prepared.job.plan,
-            mesh=MeshSpec.of(dp_shard=workers),
+            mesh=MeshSpec.of(dp_shard=workers, tp=case.tp),
             policy=find_policy(case.policy, bucket_bytes=BUCKET_BYTES),
             transport=self.transport,
             micro_batch=-(-GLOBAL_BATCH // (case.micro_steps * workers)),

@@ -17,7 +17,7 @@ from meshwright.verification.candidate import build_rank
 from meshwright.verification.result import CHECK_NAMES
 from meshwright.verification.subject import make_subject
 from tests.parity.cover import pairwise
-from tests.parity.faults import CASES, SUBJECTS, Runner, cases_of
+from tests.parity.faults import CASES, SUBJECTS, Case, Runner, cases_of
 from tests.parity.verifying import Verifier
 from tests.verification.models import Net, Rows, loss_of_labels
 
@@ -149,3 +149,9 @@ def test_a_fault_without_a_place():
         ConfigError, match=r"E803 .* finds no place in Peculiar under zero1\. It needs a buffer"
     ):
         Injection("buffer_lost").site(candidate_of("branches"))
+
+
+def test_a_fault_of_tensor_parallelism_is_caught_and_named(runner):
+    case = Case("gpt without dropout", "zero1", 1, 1, "adamw", tp=2)
+    trial = runner.trial("row_bias_on_each_rank", case, seed=1)
+    assert trial.is_right, trial.describe()

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from meshwright.errors import ConfigError
-from meshwright.testing.faults import accumulation, forwards, norms, reductions, samples, servers, updates
+from meshwright.testing.faults import (
+    accumulation,
+    forwards,
+    norms,
+    reductions,
+    samples,
+    servers,
+    tensor,
+    updates,
+)
 from meshwright.testing.faults.silent import SilentFault, Site, draw_site
 from meshwright.verification.candidate import CandidateRank
 
@@ -20,6 +29,7 @@ _ALL = (
     *forwards.FAULTS,
     *samples.FAULTS,
     *servers.FAULTS,
+    *tensor.FAULTS,
 )
 SILENT: Mapping[str, SilentFault] = MappingProxyType({fault.name: fault for fault in _ALL})
 

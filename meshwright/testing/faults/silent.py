@@ -143,6 +143,7 @@ NEEDS: Mapping[str, Need] = MappingProxyType(
         "weight shards": Need("policy zero3", _policy("zero3")),
         "whole weights": Need("policy ddp, zero1 or zero2", _policy("ddp", "zero1", "zero2")),
         "servers": Need("parameter servers", _policy("parameter_server")),
+        "tensor parallelism": Need("plan.tp > 1", lambda c: c.engine.tensor_layout is not None),
         "adam": Need("optimizer adam or adamw", _is_adam),
         "decoupled decay": Need("optimizer adamw", lambda c: c.state.optimizer.name == "adamw"),
         "clipping": Need("a limit of the gradient norm", lambda c: c.clip_norm is not None),
