@@ -37,7 +37,7 @@ from meshwright.adapt.attention import attention_with_dropout, weights_shape
 from meshwright.comm.rng import CutDraw, Draw, MicroStep, SlicedDraw, fold, scratch_words
 from meshwright.errors import NumericsError, PlanError
 from meshwright.layout.sequence import SequenceRegion
-from meshwright.layout.tensor_layout import CutRegion
+from meshwright.layout.tensor_layout import CutRegion, TokenRange
 
 DropoutKind = Literal["stateless", "native"]
 # Mean and scale of alpha dropout's fixed point (Klambauer et al. 2017).
@@ -227,6 +227,11 @@ class _Scope(TorchFunctionMode):
                 f"Checkpoint with preserve_rng_state=True.",
             )
         place = self._places[key]
+        tokens = None if self._region is None else self._region.cut_tokens
+        if tokens is not None and len(shape) > tokens[0] and shape[tokens[0]] == tokens[1][1]:
+            shape = torch.Size((*shape[: tokens[0]], tokens[1][2], *shape[tokens[0] + 1 :]))  # of all tokens
+        else:
+            tokens = None
         rows, partial = divmod(shape[0], place.num_rows) if shape else (0, 1)
         if partial and not place.is_whole:
             raise PlanError(
@@ -241,6 +246,8 @@ class _Scope(TorchFunctionMode):
             return self._cut_draw(
                 self._region, shape, Draw(key, place.first_row * rows, drop_probability), what
             )
+        if tokens is not None:
+            return _draw_of_tokens(tokens, shape, Draw(key, place.first_row * rows, drop_probability))
         if partial:
             return Draw(fold(key, place.first_row), 0, drop_probability)
         return Draw(key, place.first_row * rows * math.prod(shape[1:]), drop_probability)
@@ -265,6 +272,23 @@ class _Scope(TorchFunctionMode):
             total=total * inner,
             offset=first * inner,
         )
+
+
+def _draw_of_tokens(tokens: TokenRange, shape: torch.Size, of_rows: Draw) -> Draw:
+    """Bits of a call on a part of the tokens, of which all have `shape`; `of_rows` counts rows of the first dim."""
+    dim, (first, ours, total) = tokens
+    inner, row = math.prod(shape[dim + 1 :]), math.prod(shape[1:])
+    start = of_rows.first * row
+    if dim == 0:
+        return Draw(of_rows.key, start + first * inner, of_rows.drop_probability)
+    return CutDraw(
+        of_rows.key,
+        start,
+        of_rows.drop_probability,
+        held=ours * inner,
+        total=total * inner,
+        offset=first * inner,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.adapt.cut_logits import CutLogits
+from meshwright.adapt.sequence_parallel import TokenCut
 from meshwright.comm import autograd
 from meshwright.comm.ops import Group
 from meshwright.layout.tensor_layout import CutRegion
 from meshwright.tensor import linear, vocabulary
+
+# How a pair gets its tokens: "whole" where the module around it has gathered them, None without sequence parallelism.
+Tokens = TokenCut | Literal["whole"] | None
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class SharedInput:
 
     num_users: int
     cut: CutEntry
+    tokens: Tokens = None
     source: Tensor | None = None
     copied: Tensor | None = None
     left: int = 0
@@ -49,10 +56,15 @@ class SharedInput:
     def of(self, x: Tensor, group: Group, cause: str) -> Tensor:
         """The one copy of x for all siblings; what follows is a part, up to the row split."""
         self.cut.enter()
-        if not (x.requires_grad and torch.is_grad_enabled()):
+        if self.tokens == "whole" or (
+            self.tokens is None and not (x.requires_grad and torch.is_grad_enabled())
+        ):
             return x
         if x is not self.source or self.copied is None:
-            self.source, self.copied, self.left = x, autograd.copy(x, group, cause=cause), self.num_users
+            made = (
+                autograd.copy(x, group, cause=cause) if self.tokens is None else self.tokens.gather(x, cause)
+            )
+            self.source, self.copied, self.left = x, made, self.num_users
         copied = self.copied
         self.left -= 1
         if not self.left:
@@ -75,10 +87,20 @@ def repeated(
     return F.linear(shared.of(x, group, cause), weight, bias)
 
 
-def row(module: nn.Linear, region: CutRegion, group: Group, cause: str, x: Tensor) -> Tensor:
-    """Whole outputs of a part of the inputs."""
+def row(
+    module: nn.Linear, region: CutRegion, group: Group, tokens: TokenCut | None, cause: str, x: Tensor
+) -> Tensor:
+    """Whole outputs of a part of the inputs, of all tokens or of this rank's."""
     region.leave()
-    return linear.row(x, module.weight, module.bias, group, cause=cause)
+    if tokens is None:
+        return linear.row(x, module.weight, module.bias, group, cause=cause)
+    y = tokens.scatter(F.linear(x, module.weight), cause)
+    return y if module.bias is None else y + module.bias
+
+
+def summed(module: nn.Linear, group: Group, sizes: Sequence[int], cause: str, x: Tensor) -> Tensor:
+    """Whole outputs of a whole input, of which this rank multiplies a part."""
+    return linear.naive_row(x, module.weight, module.bias, group, sizes=sizes, cause=cause)
 
 
 def embedding(module: nn.Embedding, group: Group, first: int, cause: str, tokens: Tensor) -> Tensor:
@@ -95,6 +117,9 @@ def embedding(module: nn.Embedding, group: Group, first: int, cause: str, tokens
     return vocabulary.embedding(tokens, weight, group, first=first, cause=cause)
 
 
-def gathered(module: nn.Linear, group: Group, sizes: Sequence[int], cause: str, x: Tensor) -> Tensor:
-    """Whole outputs of a whole input."""
-    return linear.naive_column(x, module.weight, module.bias, group, sizes=sizes, cause=cause)
+def gathered(
+    module: nn.Linear, group: Group, sizes: Sequence[int], tokens: TokenCut | None, cause: str, x: Tensor
+) -> Tensor:
+    """Outputs that a cross-entropy takes as they are cut, and everything else gathers."""
+    x = autograd.copy(x, group, cause=cause) if tokens is None else tokens.gather(x, cause, last=True)
+    return CutLogits.of(F.linear(x, module.weight, module.bias), group, sizes, cause=cause)

@@ -6,21 +6,24 @@ each layer is in `tensor_roles.py` and `tensor_plan.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.adapt.sequence_parallel import install_tokens, plan_tokens
 from meshwright.adapt.tensor_plan import (
     SplitPlan,
     plan_attention,
     plan_embedding,
     plan_feed_forward,
     plan_gathered,
+    plan_summed,
 )
 from meshwright.adapt.tensor_roles import find_roles
 from meshwright.comm.ops import Group
-from meshwright.layout.tensor_layout import LayoutMaker, TensorLayout
+from meshwright.layout.tensor_layout import LayoutMaker, Role, TensorLayout
 from meshwright.sharding.memory import Initialiser
 
 
@@ -29,6 +32,8 @@ def split_model(
     group: Group,
     initialiser: Initialiser | None,
     own_roles: Mapping[str, str] | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> tuple[TensorLayout, Initialiser | None]:
     """Leave this rank its part of `model`, whose parameters change their shapes in place, and swap the calls.
 
@@ -37,16 +42,24 @@ def split_model(
         group: the tensor-parallel ranks.
         initialiser: values of whole parameters on the meta device.
         own_roles: see `find_roles`.
+        sequence_parallel: whether ranks have a part of the tokens between the pairs.
 
     Returns:
         The layout, and the initialiser of what is left.
 
     Raises:
         PlanError: E201 for more ranks than a rank's part allows, E226 for a model without a known layout, E227 for
-            patterns that do not fit.
+            patterns that do not fit, E229 for a model whose tokens cannot be cut.
     """
     roles = find_roles(model, own_roles)
-    plan = SplitPlan(LayoutMaker(group.size, group.index), group)
+    maker = LayoutMaker(group.size, group.index)
+    tokens = None
+    if sequence_parallel:
+        tokens = plan_tokens(model, group, maker.region, roles, head_ends=not own_roles)
+        maker.call("all_gather")  # into the chain backward
+        if tokens.last is not None:
+            maker.call("all_gather")  # out of it forward
+    plan = SplitPlan(maker, group, tokens)
     modules = dict(model.named_modules())
     parents: dict[str, list[str]] = {}
     for name in roles:
@@ -58,10 +71,11 @@ def split_model(
         elif "row" in named:
             plan_feed_forward(plan, modules, [c for c in children if roles[c] == "column"], named["row"])
         for child in children:
-            if roles[child] == "vocabulary":
-                plan_embedding(plan, model, child)
-            elif roles[child] == "gathered":
-                plan_gathered(plan, model, child)
+            if roles[child] in _ALONE:
+                _ALONE[roles[child]](plan, model, child)
+    if tokens is not None:
+        maker.is_partial(tokens.partial(model, maker.reduced_apart))
+        install_tokens(model, tokens)
     layout = plan.maker.finish()
     _keep_parts(model, layout)
     for name, forward in plan.forwards.items():
@@ -70,6 +84,12 @@ def split_model(
     for module, attribute, value in plan.attributes:
         setattr(module, attribute, value)
     return layout, None if initialiser is None else _local(initialiser, model, layout)
+
+
+# Layers without a partner.
+_ALONE: Mapping[Role, Callable[[SplitPlan, nn.Module, str], None]] = MappingProxyType(
+    {"vocabulary": plan_embedding, "gathered": plan_gathered, "summed": plan_summed}
+)
 
 
 # Parameters.

@@ -7,7 +7,7 @@ calls are those of `tensor_calls.py`. Modules between a column and a row split m
 [Note: fewer key/value heads than ranks] Every rank holds all of them, computes those of its query heads, one for each,
 and the gradient is summed over the group where the rows are taken. So no rank needs a group of its own for them.
 
-Simplification: outputs of the head are gathered, whatever loss follows.
+The head's outputs stay cut for a cross-entropy and are gathered for anything else (`cut_logits.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from meshwright.adapt import tensor_calls
-from meshwright.adapt.tensor_calls import CutEntry, SharedInput
+from meshwright.adapt.sequence_parallel import TokenPlan
+from meshwright.adapt.tensor_calls import CutEntry, SharedInput, Tokens
 from meshwright.comm.ops import Group
 from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import LayoutMaker, RepeatedHeads, Role, split_heads
@@ -42,8 +43,21 @@ class SplitPlan:
 
     maker: LayoutMaker
     group: Group
+    tokens: TokenPlan | None = None
     forwards: dict[str, Callable[..., Any]] = field(default_factory=dict)
     attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+
+    def tokens_of(self, parent: str) -> Tokens:
+        """How a pair in module `parent` gets its tokens."""
+        if self.tokens is None:
+            return None
+        return "whole" if parent in self.tokens.whole_inside else self.tokens.cut
+
+    def call_pair(self) -> None:
+        """Collectives of a pair, forward and backward."""
+        for op in ("all_reduce",) if self.tokens is None else ("all_gather", "reduce_scatter"):
+            self.maker.call(op)
+            self.maker.call(op)
 
 
 def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named: dict[Role, str]) -> None:
@@ -58,7 +72,7 @@ def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named:
     cut = CutEntry(
         plan.maker.region, place_of(heads.query, plan.group.index), place_of(widths, plan.group.index)
     )
-    shared = SharedInput(3, cut)
+    shared = SharedInput(3, cut, plan.tokens_of(parent))
     _plan_column(plan, modules, named["query"], widths, shared)
     repeated = RepeatedHeads(head_dim, heads.kv_heads_of(plan.group.index), num_kv)
     halves: tuple[Role, ...] = ("key", "value")
@@ -68,7 +82,7 @@ def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named:
         else:
             _plan_repeated(plan, modules, named[role], repeated, shared)
     _plan_row(plan, modules, named["output"], widths)
-    maker.call("all_reduce")  # backward, of the one copy
+    plan.call_pair()
     ours = heads.query[plan.group.index]
     ours_kv = ours if heads.kv is None else heads.kv[plan.group.index]
     for names, whole, part in ((_HEAD_COUNTS, num_heads, ours), (_KV_HEAD_COUNTS, num_kv, ours_kv)):
@@ -105,11 +119,12 @@ def plan_feed_forward(plan: SplitPlan, modules: dict[str, Any], columns: Sequenc
     """One or more layers of one input by columns, the one that follows by rows."""
     width = modules[row].in_features
     sizes = plan.maker.sizes(width, f"channels of {row.rpartition('.')[0].rpartition('.')[2]}")
-    shared = SharedInput(len(columns), CutEntry(plan.maker.region, None, place_of(sizes, plan.group.index)))
+    cut = CutEntry(plan.maker.region, None, place_of(sizes, plan.group.index))
+    shared = SharedInput(len(columns), cut, plan.tokens_of(row.rpartition(".")[0]))
     for column in columns:
         _plan_column(plan, modules, column, sizes, shared)
     _plan_row(plan, modules, row, sizes)
-    plan.maker.call("all_reduce")
+    plan.call_pair()
 
 
 def _plan_column(
@@ -133,9 +148,9 @@ def _plan_repeated(
 
 def _plan_row(plan: SplitPlan, modules: dict[str, Any], name: str, sizes: tuple[int, ...]) -> None:
     plan.maker.cut(f"{name}.weight", 1, sizes)
-    plan.maker.call("all_reduce")
+    tokens = None if plan.tokens is None else plan.tokens.cut
     plan.forwards[name] = partial(
-        tensor_calls.row, modules[name], plan.maker.region, plan.group, f"row {name}"
+        tensor_calls.row, modules[name], plan.maker.region, plan.group, tokens, f"row {name}"
     )
 
 
@@ -156,14 +171,26 @@ def plan_embedding(plan: SplitPlan, model: nn.Module, name: str) -> None:
 
 
 def plan_gathered(plan: SplitPlan, model: nn.Module, name: str) -> None:
-    """A layer by columns, its outputs gathered."""
+    """A layer by columns whose outputs are gathered where they are used as a whole."""
     module = cast(nn.Linear, model.get_submodule(name))
     sizes = plan.maker.sizes(module.out_features, f"outputs of {name.rpartition('.')[2]}")
     for part in _parts(module):
         plan.maker.cut(_first_name(model, f"{name}.{part}"), 0, sizes)
-    plan.maker.call("all_gather")
+    ends = plan.tokens is not None and plan.tokens.last is None
+    for op in ("all_gather", "all_gather", "reduce_scatter") if ends else ("all_gather", "all_reduce"):
+        plan.maker.call(op)
+    tokens = plan.tokens.cut if plan.tokens is not None and ends else None
+    plan.forwards[name] = partial(tensor_calls.gathered, module, plan.group, sizes, tokens, f"head {name}")
+
+
+def plan_summed(plan: SplitPlan, model: nn.Module, name: str) -> None:
+    """A layer by rows on its own: whole inputs, outputs summed."""
+    module = cast(nn.Linear, model.get_submodule(name))
+    sizes = plan.maker.sizes(module.in_features, f"inputs of {name.rpartition('.')[2]}")
+    plan.maker.cut(_first_name(model, f"{name}.weight"), 1, sizes)
     plan.maker.call("all_reduce")
-    plan.forwards[name] = partial(tensor_calls.gathered, module, plan.group, sizes, f"head {name}")
+    plan.maker.call("all_gather")
+    plan.forwards[name] = partial(tensor_calls.summed, module, plan.group, sizes, f"row {name}")
 
 
 def _parts(module: nn.Linear) -> list[str]:

@@ -122,7 +122,7 @@ def _check_pairs(roles: Mapping[str, Role]) -> None:
     """E226 where what is cut would never be summed."""
     by_parent: dict[str, set[Role]] = {}
     for name, role in roles.items():
-        if role not in ("vocabulary", "gathered"):
+        if role not in ("vocabulary", "gathered", "summed"):
             by_parent.setdefault(name.rpartition(".")[0], set()).add(role)
     for parent, found in by_parent.items():
         if not (found == {"query", "key", "value", "output"} or found == {"column", "row"}):

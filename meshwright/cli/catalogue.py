@@ -379,6 +379,13 @@ CATALOGUE = (
         "Leave the other key out, or set plan.tp = 1.",
     ),
     CodeEntry(
+        "E229",
+        "a model whose tokens cannot be cut over tensor-parallel ranks",
+        "Sequence parallelism cuts tokens between the attentions and feed-forwards of one chain of repeated blocks, "
+        "each with its hidden state as first argument. This model has another form, or plan.tp is 1.",
+        "Set plan.sequence_parallel = false.",
+    ),
+    CodeEntry(
         "E230",
         "a pipeline schedule that does not exist",
         "No schedule has this name, or its numbers make none: ranks, micro-batches and chunks are at least 1, only "

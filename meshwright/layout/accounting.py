@@ -218,7 +218,7 @@ def _pool_bytes(policy: ShardingPolicy, units: Sequence[Unit], *, trained_only: 
 
     Two: of gradients, one fills while one is reduced; of weights, one is used while the next is gathered.
     """
-    total, shared = 0, dict[tuple[str, str, bool], list[int]]()
+    total, shared = 0, dict[tuple[object, ...], list[int]]()
     for unit in units:
         for bucket in unit.buckets:
             if trained_only and not bucket.trainable:

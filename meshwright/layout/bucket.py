@@ -28,6 +28,8 @@ class ParameterSpec:
         device: where it lies when a module spans several devices of this process; empty: the run's.
         is_hidden: whether it is a matrix of a repeated block (what Muon updates).
         has_master: whether the optimizer updates a float32 copy of it; gradients are float32 then too.
+        is_partial: whether its gradient is still to be summed over the ranks of a copy of the model once a step
+            (sequence parallelism), so that those ranks must cut its bucket alike.
     """
 
     name: str
@@ -38,11 +40,12 @@ class ParameterSpec:
     device: str = ""
     is_hidden: bool = False
     has_master: bool = False
+    is_partial: bool = False
 
     @property
-    def kind(self) -> tuple[str, str, bool]:
-        """(device, element type, trained): a bucket never mixes kinds."""
-        return self.device, self.dtype, self.trainable
+    def kind(self) -> tuple[str, str, bool, bool]:
+        """(device, element type, trained, partial): a bucket never mixes kinds."""
+        return self.device, self.dtype, self.trainable, self.is_partial
 
     @property
     def gradient_kind(self) -> tuple[str, str, bool]:

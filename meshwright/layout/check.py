@@ -21,6 +21,7 @@ class PlanRequest:
         policy: `ddp`, `zero1` ... or a ZeRO stage.
         tp: tensor-parallel ranks, which hold one copy of the model together.
         layout: roles of layers under tp.
+        sequence_parallel: whether tp ranks have a part of the tokens between the products that they share.
         dp: data-parallel size; None takes what the other axes leave of the world.
         micro_batch: samples a rank and micro-step; None makes one micro-step.
         precision: element type of forward and backward.
@@ -52,6 +53,7 @@ class PlanRequest:
     staleness: int | None = None
     tp: int = 1
     layout: tuple[tuple[str, str], ...] = ()
+    sequence_parallel: bool = False
     cp: int = 1
     cp_kind: CpKind | None = None
 
@@ -118,6 +120,7 @@ def make_plan(
         servers=servers,
         staleness=request.staleness,
         layout=request.layout,
+        sequence_parallel=request.sequence_parallel,
         cp_kind=request.cp_kind or DEFAULT_CP_KIND,
     )
 
@@ -150,7 +153,13 @@ def _other_size(request: PlanRequest, num_ranks: int) -> str:
 
 
 def _check_tensor_parallel(request: PlanRequest) -> None:
-    """E228 for what is not built together with tp."""
+    """E229 for tokens that no ranks cut, E228 for what is not built together with tp."""
+    if request.tp == 1 and request.sequence_parallel:
+        raise PlanError(
+            "E229",
+            "plan.sequence_parallel = true cuts tokens over tensor-parallel ranks, and plan.tp = 1. Set plan.tp=2 or "
+            "more, or leave plan.sequence_parallel out.",
+        )
     if request.tp == 1:
         return
     refused = {

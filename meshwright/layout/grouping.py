@@ -49,9 +49,9 @@ def group_by_size(
     """
     groups: list[_Group] = []
     # By kind: a few float32 parameters among many of 16 bits close no bucket of these.
-    open_groups: dict[tuple[str, str, bool], list[ParameterSpec]] = {}
+    open_groups: dict[tuple[str, str, bool, bool], list[ParameterSpec]] = {}
 
-    def close(kind: tuple[str, str, bool]) -> None:
+    def close(kind: tuple[str, str, bool, bool]) -> None:
         groups.append(_Group(f"bucket {len(groups)}", tuple(open_groups.pop(kind))))
 
     for parameter in reversed([p for p in parameters if p.trainable]):
@@ -79,13 +79,14 @@ def group_by_module(
 
 
 def _by_kind(unit: str, members: Sequence[ParameterSpec]) -> list[_Group]:
-    kinds: dict[tuple[str, str, bool], list[ParameterSpec]] = {}
+    kinds: dict[tuple[str, str, bool, bool], list[ParameterSpec]] = {}
     for parameter in members:
         kinds.setdefault(parameter.kind, []).append(parameter)
-    several_devices = len({device for device, _, _ in kinds}) > 1
+    several_devices = len({device for device, *_ in kinds}) > 1
     groups = []
-    for (device, dtype, trainable), same in kinds.items():
+    for (device, dtype, trainable, partial), same in kinds.items():
         suffix = "" if len(kinds) == 1 else f" {dtype}" + ("" if trainable else " frozen")
+        suffix += " partial" if partial else ""
         groups.append(
             _Group((unit or "root") + suffix + (f" {device}" if several_devices else ""), tuple(same))
         )
@@ -94,8 +95,12 @@ def _by_kind(unit: str, members: Sequence[ParameterSpec]) -> list[_Group]:
 
 def _buckets(groups: Sequence[_Group], division: Division) -> list[Bucket]:
     first = division.first_owner
-    assigned = assign_owners([group.parameters for group in groups], division.num_shards - first)
-    owners = {name: owner + first for name, owner in assigned.items()}
+    owners: dict[str, int] = {}
+    # Partial ones by themselves: ranks of a copy whose other parameters differ in size give them the same owners.
+    for partial in (False, True):
+        same = [group.parameters for group in groups if group.parameters[0].is_partial == partial]
+        assigned = assign_owners(same, division.num_shards - first)
+        owners |= {name: owner + first for name, owner in assigned.items()}
     return [
         make_bucket(
             group.name,

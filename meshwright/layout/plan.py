@@ -35,6 +35,7 @@ class TrainPlan:
             else Gloo.
         recompute: what is computed again in backward instead of being kept.
         layout: pattern of module names and role of each kind of layer under tp; empty: by known names.
+        sequence_parallel: whether tp ranks have a part of the tokens between the products that they share.
         servers: ranks behind those of the mesh that hold and update the parameters (sync `parameter_server`).
         staleness: steps that a worker may be ahead of the slowest; None: all make the same step together.
         cp_kind: how attention sees the whole sequence under cp.
@@ -53,6 +54,7 @@ class TrainPlan:
     servers: int = 0
     staleness: int | None = None
     layout: tuple[tuple[str, str], ...] = ()
+    sequence_parallel: bool = False
     cp_kind: CpKind = DEFAULT_CP_KIND
 
     @property
@@ -69,7 +71,8 @@ class TrainPlan:
         name = self.policy.name if shard == 1 else f"{self.policy.name}x{shard}"
         name = f"whole {name}" if self.policy.ownership == "whole" else name
         name = f"{copies} copies of {name}" if copies > 1 else name
-        name = f"tp{self.mesh.size('tp')} · {name}" if self.mesh.size("tp") > 1 else name
+        tensor = f"tp{self.mesh.size('tp')}" + (" with sequence parallel" if self.sequence_parallel else "")
+        name = f"{tensor} · {name}" if self.mesh.size("tp") > 1 else name
         name = f"cp{self.mesh.size('cp')} {self.cp_kind} · {name}" if self.mesh.size("cp") > 1 else name
         if self.servers:
             name = f"{_number(shard, 'worker')}, {_number(self.servers, 'parameter server')}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -17,8 +17,10 @@ from meshwright.errors import PlanError
 from meshwright.layout.layout import Cut, Layout
 
 # What a module is in a layout: rows of a table; outputs that stay cut (of heads or of any width); inputs that are cut;
-# outputs that are gathered.
-Role = Literal["vocabulary", "query", "key", "value", "output", "column", "row", "gathered"]
+# whole inputs with outputs that are gathered; whole inputs whose parts' outputs are summed.
+Role = Literal["vocabulary", "query", "key", "value", "output", "column", "row", "gathered", "summed"]
+# The dim along which tokens are cut, and (first, ours, all) of it.
+TokenRange = tuple[int, tuple[int, int, int]]
 
 
 def even_sizes(total: int, parts: int) -> tuple[int, ...]:
@@ -100,14 +102,21 @@ class CutRegion:
     Attributes:
         heads: (first, ours, all) of the attention that is running; None elsewhere.
         channels: the same of the last dim; None outside of such a region.
+        tokens: (dim, (first, ours, all)) of what runs on a part of the tokens (sequence parallelism); None elsewhere.
     """
 
     heads: tuple[int, int, int] | None = None
     channels: tuple[int, int, int] | None = None
+    tokens: TokenRange | None = None
 
     def leave(self) -> None:
-        """Tensors are whole again."""
+        """Heads and channels are whole again."""
         self.heads = self.channels = None
+
+    @property
+    def cut_tokens(self) -> TokenRange | None:
+        """`tokens`, where tensors have all channels: between the pairs."""
+        return self.tokens if self.channels is None else None
 
     def cut_of(self, shape: Sequence[int]) -> tuple[int, tuple[int, int, int]] | None:
         """The dim of a tensor of `shape` that is cut, and (first, ours, all) of it; None for another shape."""
@@ -129,6 +138,7 @@ class TensorLayout:
         outputs: module name to the chunks of its output's last dim, where that stays cut.
         repeated: module name to the key/value head of each head of its output, where these are repeated.
         calls: collectives of one micro-step over the group, forward and backward.
+        partial: parameters of which each rank has the gradient of its tokens alone (sequence parallelism).
         warnings: texts with W201 about uneven chunks, W203 about what is on every rank.
         region: changes while the model runs: what of its tensors is cut just now.
     """
@@ -139,6 +149,7 @@ class TensorLayout:
     outputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
     calls: Mapping[str, int] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
     region: CutRegion = field(default_factory=CutRegion, compare=False)
 
@@ -198,6 +209,7 @@ class LayoutMaker:
         self._outputs: dict[str, tuple[int, ...]] = {}
         self._repeated: dict[str, RepeatedHeads] = {}
         self._calls: Counter[str] = Counter()
+        self._partial: frozenset[str] = frozenset()
         self._warnings: dict[str, None] = {}
 
     def cut(self, parameter: str, dim: int, sizes: tuple[int, ...]) -> None:
@@ -217,6 +229,15 @@ class LayoutMaker:
     def call(self, op: str) -> None:
         """One collective a micro-step."""
         self._calls[op] += 1
+
+    def is_partial(self, parameters: Iterable[str]) -> None:
+        """Each rank has the gradient of its tokens alone; they are summed once a step."""
+        self._partial |= frozenset(parameters)
+
+    @property
+    def reduced_apart(self) -> frozenset[str]:
+        """Parameters that are cut, and modules whose gradients are summed where they are used."""
+        return frozenset(self._cuts) | frozenset(self._repeated)
 
     def sizes(self, total: int, what: str) -> tuple[int, ...]:
         """Even chunks of `total`; E201 where a rank would get none, W201 where they differ."""
@@ -249,6 +270,7 @@ class LayoutMaker:
             outputs=MappingProxyType(self._outputs),
             repeated=MappingProxyType(self._repeated),
             calls=MappingProxyType(dict(self._calls)),
+            partial=self._partial,
             warnings=tuple(self._warnings),
             region=self.region,
         )

@@ -24,7 +24,7 @@ knows nothing of optimizers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm import ops
 from meshwright.comm.ops import DataGroups, Group
 from meshwright.errors import LoopError
 from meshwright.layout.bucket import Piece, Unit
@@ -123,7 +124,10 @@ class ShardingEngine:
         places = devices_of(model, device)
         check_devices(places, policy, offload=offload)
         first = groups.num_workers if groups.num_servers else 0
-        self.units = plan_units(model, policy, self.owners.size, compute_dtype, places, first_owner=first)
+        partial = () if tensor_layout is None else tensor_layout.partial
+        self.units = plan_units(
+            model, policy, self.owners.size, compute_dtype, places, first_owner=first, partial_names=partial
+        )
         parameters = dict(model.named_parameters())
         copies = HostCopies(device) if offload else None
         self._names = list(parameters)
@@ -248,6 +252,9 @@ class ShardingEngine:
         for memory in self._trained:
             if memory.copies_sum is not None:
                 memory.copies_sum.wait()
+            if _is_partial(memory) and self.groups.model is not None:
+                total = ops.all_reduce(memory.gradient_shard, self.groups.model, cause="partial gradients")
+                total.wait()
             memory.start_fetch()
 
     def finish_step(self) -> None:
@@ -475,8 +482,13 @@ class ShardingEngine:
                 memory.close(self._gradient_pools[memory])
             if self._last and self.policy.shards_optimizer and self.groups.replicate.size > 1:
                 memory.start_copies_sum(self.groups.replicate)  # behind the rest of the backward
-            elif self._last:
+            elif self._last and not _is_partial(memory):
                 memory.start_fetch()
+
+
+def _is_partial(memory: BucketMemory) -> bool:
+    """Whether the ranks of a copy of the model have each a part of the sum."""
+    return memory.bucket.parameters[0].is_partial
 
 
 def _take_for(reference: weakref.ref[ShardingEngine], number: int, position: int) -> None:
@@ -494,12 +506,17 @@ def plan_units(
     places: Mapping[str, torch.device] | None = None,
     *,
     first_owner: int = 0,
+    partial_names: Collection[str] = (),
 ) -> tuple[Unit, ...]:
-    """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`, `Division`."""
-    specs = parameter_specs(model, compute_dtype, places)
+    """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`, `Division`.
+
+    What is partial is small, and lies in the root: one sum over the ranks of a copy a step is for all of it.
+    """
+    specs = parameter_specs(model, compute_dtype, places, partial=partial_names)
     division = Division(num_shards, policy.alignment_numel, policy.ownership, first_owner)
     if policy.shards_parameters:
-        return group_by_module(specs, assign_units(model, find_units(model)), division)
+        unit_of = assign_units(model, find_units(model)) | dict.fromkeys(partial_names, "")
+        return group_by_module(specs, unit_of, division)
     return group_by_size(specs, division, bucket_bytes=policy.bucket_bytes)
 
 

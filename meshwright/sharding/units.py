@@ -7,7 +7,7 @@ to the root, which stays gathered from the first forward to the end of the backw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ def parameter_specs(
     model: nn.Module,
     compute_dtype: torch.dtype | None = None,
     places: Mapping[str, torch.device] | None = None,
+    *,
+    partial: Collection[str] = (),
 ) -> list[ParameterSpec]:
     """Every distinct parameter as numbers, in order of registration; a tied one appears once.
 
@@ -43,6 +45,7 @@ def parameter_specs(
         model: its parameters have the type of their masters.
         compute_dtype: of forward and backward where that is another; None: the parameters' own.
         places: parameter name to device, for a model that spans several.
+        partial: names of those whose gradients are summed over the ranks of a copy of the model, too.
     """
     kept, hidden = parameters_in_master_type(model), hidden_matrices(model)
     specs = []
@@ -58,6 +61,7 @@ def parameter_specs(
                 str((places or {}).get(name, "")),
                 is_hidden=name in hidden,
                 has_master=parameter.requires_grad and dtype != parameter.dtype,
+                is_partial=name in partial,
             )
         )
     return specs

@@ -52,8 +52,8 @@ def shard_model(
         schedules: of chains whose recomputation has a budget, by the name of their first module.
 
     Raises:
-        PlanError: E113 when ranks built different models; E201, E226 for a model that tp cannot split; what sharding
-            and adapting refuse.
+        PlanError: E113 when ranks built different models; E201, E226, E229 for a model that tp cannot split; what
+            sharding and adapting refuse.
     """
     check_same_model(model, groups.everyone, device=device)
     if groups.context is not None:
@@ -61,7 +61,9 @@ def shard_model(
         context_hf.install(model)
     layout = None
     if groups.model is not None:
-        layout, initialiser = split_model(model, groups.model, initialiser, dict(plan.layout))
+        layout, initialiser = split_model(
+            model, groups.model, initialiser, dict(plan.layout), sequence_parallel=plan.sequence_parallel
+        )
     engine = ShardingEngine(
         model,
         policy=plan.policy,

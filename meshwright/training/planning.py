@@ -49,6 +49,7 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         layout=tuple(config.plan.layout.items()),
         cp=config.plan.cp,
         cp_kind=config.plan.cp_kind,
+        sequence_parallel=config.plan.sequence_parallel,
     )
     plan = make_plan(
         request, world_size=world_size, global_batch=config.train.global_batch, world_source=world_source

@@ -66,7 +66,6 @@ _Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mode": ("given",),
-        "sequence_parallel": (False,),
         "pp": (1,),
         "schedule": ("serial",),
         "chunks": (None,),

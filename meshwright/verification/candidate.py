@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.adapt.context_parallel import in_context
+from meshwright.adapt.cut_logits import CutLogits
 from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
@@ -26,7 +27,7 @@ from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.accounting import copies_calls, declared_calls
-from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.layout.tensor_layout import TensorLayout, TokenRange
 from meshwright.layout.uses import calls_of_uses
 from meshwright.recompute.install import reruns_of_model
 from meshwright.sharding.engine import ShardParameter
@@ -289,16 +290,25 @@ class _Candidate:
         if item is None:  # in it samples have no rows of their own
             return
         sizes = self._layout.chunks_of(module, item.shape[-1] if item.shape else 0, tensor.shape)
+        if isinstance(tensor, CutLogits):
+            sizes, tensor = tuple(tensor.sizes), tensor.local
+        tokens = self._layout.region.cut_tokens
+        if tokens is not None and (tensor.dim() <= tokens[0] or tensor.shape[tokens[0]] != tokens[1][1]):
+            tokens = None
         start = 0
         if item.batch_dim is not None:
             geometry = self._rank.batches.geometry
             part = geometry.rank_range(self._step_number - 1, self._microbatch)
             micro_size = geometry.global_batch // geometry.num_microbatches
             start = part.start % micro_size * item.rows_per_sample
-            if tensor.shape[item.batch_dim] != len(part) * item.rows_per_sample:
+            num_rows = tensor.shape[item.batch_dim]
+            if tokens is not None and tokens[0] == item.batch_dim:
+                _, (first, _, num_rows) = tokens
+                start += first
+            if num_rows != len(part) * item.rows_per_sample:
                 self._comparer.report(key, f"shape {tuple(tensor.shape)} for {len(part)} samples")
                 return
-        positions = self._positions(item, tensor)
+        positions = self._positions(item, tensor, tokens)
         repeated = self._layout.repeated.get(module)
         if repeated is not None:  # each key/value head once, wherever it is
             for head in dict.fromkeys(repeated.heads):
@@ -309,13 +319,30 @@ class _Candidate:
         own = None if sizes is None else (sizes, self._layout.index)
         self._comparer.compare(key, tensor, start=start, chunk=own, positions=positions)
 
-    def _positions(self, item: Recorded, tensor: Tensor) -> Positions | None:
-        """Which positions of whole sequences an output has; None where it has no sequence, or the whole of it."""
+    def _positions(self, item: Recorded, tensor: Tensor, tokens: TokenRange | None) -> Positions | None:
+        """Which positions of whole sequences an output has; None where it has no sequence, or the whole of it.
+
+        `tokens`: what tensor-parallel ranks have of what this rank's context has.
+        """
+        sizes = list(tensor.shape)
+        if tokens is not None:
+            sizes[tokens[0]] = tokens[1][2]
+        found = self._in_context(item, sizes)
+        if tokens is None or tokens[0] == item.batch_dim:
+            return found
+        dim, (first, ours, total) = tokens
+        if found is None:
+            found = Positions(dim, tuple(range(total)), total, 0, 1)
+        index = found.index * self._layout.size + self._layout.index
+        places = found.places[first : first + ours]
+        return Positions(dim, places, found.length, index, found.num_parts * self._layout.size)
+
+    def _in_context(self, item: Recorded, sizes: Sequence[int]) -> Positions | None:
         context = self._rank.context
         cut = None if context is None else context.region.cut
         if cut is None:
             return None
-        for dim, (whole, ours) in enumerate(zip(item.shape, tensor.shape, strict=False)):
+        for dim, (whole, ours) in enumerate(zip(item.shape, sizes, strict=False)):
             if dim != item.batch_dim and whole == cut.length and ours == cut.local_length:
                 runs = cut.runs(self._context.index)
                 places = [place for start, stop in runs for place in range(start, stop)]
@@ -472,7 +499,9 @@ class _Candidate:
             if self._model.size > 1:
                 for op, count in self._layout.calls.items():
                     named[_call_name(op, self._model.axis)] += count * per_step
-                named[_call_name("all_reduce", self._model.axis)] += 1
+                buckets = [bucket for unit in engine.units for bucket in unit.buckets if bucket.trainable]
+                num_partial = sum(bucket.parameters[0].is_partial for bucket in buckets)
+                named[_call_name("all_reduce", self._model.axis)] += 1 + num_partial
             for op, count in self._attention_of(first // per_step).items():
                 named[_call_name(op, self._context.axis)] += count
             named = Counter({name: count for name, count in named.items() if count})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -74,18 +75,32 @@ SUBJECTS = {
 FACTORS = {
     "subject": list(SUBJECTS),
     "tp": [1, 2, 3, 4],
+    "way": ["naive", "pairs", "tokens"],
     "zero": [0, 1, 2, 3],
     "transport": ["gloo", "shm"],
 }
 CASES = as_cases(
     [
-        {"subject": "llama", "tp": 4, "zero": 1, "transport": "shm"},
-        {"subject": "dropout", "tp": 2, "zero": 3, "transport": "gloo"},
-        {"subject": "hf", "tp": 3, "zero": 0, "transport": "gloo"},
-        *pairwise(FACTORS),
+        {"subject": "llama", "tp": 4, "way": "tokens", "zero": 1, "transport": "shm"},
+        {"subject": "dropout", "tp": 2, "way": "tokens", "zero": 3, "transport": "gloo"},
+        {"subject": "hf", "tp": 2, "way": "pairs", "zero": 1, "transport": "shm"},
+        {"subject": "gpt", "tp": 3, "way": "naive", "zero": 2, "transport": "shm"},
+        {"subject": "hf", "tp": 3, "way": "tokens", "zero": 0, "transport": "gloo"},
+        *(case for case in pairwise(FACTORS) if case["way"] != "tokens" or case["tp"] > 1),
     ],
-    num_default=2,
+    num_default=4,
 )
+# Every layer by itself, by columns or by rows.
+NAIVE = {
+    "ours": {
+        "token_embedding": "vocabulary", "*.query|*.key|*.value|*.up|*.gate": "gathered", "*.output|*.down": "summed",
+        "head": "gathered",
+    },
+    "hf": {
+        "*embed_tokens": "vocabulary", "*.q_proj|*.k_proj|*.v_proj|*.up_proj|*.gate_proj": "gathered",
+        "*.o_proj|*.down_proj": "summed", "lm_head": "gathered",
+    },
+}  # fmt: skip
 
 
 def check(case: dict, plan: str, processes: int, **options) -> None:
@@ -106,7 +121,10 @@ def test_tensor_parallel_is_one_device(case):
     """With dp 2 where that leaves at most 4 processes."""
     processes = case["tp"] * (2 if case["tp"] <= 2 else 1)
     plan = f"tp={case['tp']},zero={case['zero']},transport={case['transport']},bucket_bytes=4096 bytes"
-    check(case, plan, processes, steps=2)
+    plan += ",sequence_parallel=true" if case["way"] == "tokens" else ""
+    layout = NAIVE["hf" if case["subject"] == "hf" else "ours"] if case["way"] == "naive" else {}
+    # 6 samples on 2 data-parallel ranks are cut as samples by tp 3 and along the 7 tokens by tp 2, uneven.
+    check(case, plan, processes, steps=2, layout=layout, global_batch=6)
 
 
 @pytest.mark.parity
@@ -114,6 +132,11 @@ def test_tensor_parallel_is_one_device(case):
     ("plan", "processes", "precision"),
     [
         ("tp=2,zero=3", 8, "fp64"),
+        ("tp=2,zero=1,sequence_parallel=true", 8, "fp64"),
+        ("tp=4,zero=3,hsdp=1,sequence_parallel=true", 8, "fp64"),
+        ("tp=2,zero=3,ownership=whole,sequence_parallel=true", 4, "fp64"),
+        ("tp=3,zero=2,ownership=whole,sequence_parallel=true", 6, "fp64"),
+        ("tp=2,zero=1,offload=optimizer,sequence_parallel=true", 4, "fp64"),
         ("tp=2,zero=2,hsdp=2", 8, "fp64"),
         ("tp=2,zero=3,ownership=whole", 4, "fp64"),
         ("tp=2,zero=1,offload=optimizer", 4, "fp64"),
@@ -161,6 +184,58 @@ ROLES = {
     "table": "vocabulary", "*.wq": "query", "*.wk": "key", "*.wv": "value", "*.wo": "output",
     "mlp.0": "column", "mlp.2": "row", "head": "gathered",
 }  # fmt: skip
+
+
+class InBlocks(nn.Module):
+    """Pairs directly in blocks, beside their norms."""
+
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 16)
+        self.body = nn.ModuleList(nn.ModuleDict(self._block()) for _ in range(num_blocks))
+        self.head = nn.Linear(16, VOCABULARY)
+        for block in self.body:
+            block.forward = partial(self._run, block)
+
+    @staticmethod
+    def _block() -> dict[str, nn.Module]:
+        return {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 50), "down": nn.Linear(50, 16)}
+
+    @staticmethod
+    def _run(block: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+        return x + block["down"](F.relu(block["up"](block["norm"](x))))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for block in self.body:
+            x = block(x)
+        return self.head(x.tanh())
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.parity)])
+def test_tokens_of_a_model_of_ones_own(tp):
+    """Gathered at the layers where blocks hold more than a pair; whole behind the last block."""
+    result = meshwright.verify(
+        InBlocks,
+        language_model_loss,
+        Tokens(VOCABULARY, SEQUENCE),
+        plan=f"tp={tp},zero=2,sequence_parallel=true",
+        processes=tp,
+        steps=2,
+        layout={"table": "vocabulary", "*.up": "column", "*.down": "row", "head": "gathered"},
+    )
+    assert result.ok, result.table()
+    assert result.check("counts").compared > 0
+
+
+def test_tokens_of_a_model_without_a_chain_of_blocks_are_refused():
+    text = refused(Mine, "tp=2,sequence_parallel=true", 2, layout=ROLES)
+    assert "E229 plan.sequence_parallel cuts the tokens of one chain of repeated blocks" in text
+    assert "Mine has: mixer" in text
+    text = refused(make_gpt, "sequence_parallel=true", 2)
+    assert text.startswith(
+        "E229 plan.sequence_parallel = true cuts tokens over tensor-parallel ranks, and plan.tp = 1"
+    )
 
 
 def test_a_model_of_ones_own_by_patterns():
