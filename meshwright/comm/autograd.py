@@ -78,12 +78,16 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, cause: str) -> Tensor:
-        return _all_reduced(x, group, cause)
+    def forward(ctx: Any, x: Tensor, group: Group, cause: str, in_place: bool) -> Tensor:
+        if not in_place or not x.is_contiguous():
+            return _all_reduced(x, group, cause)
+        ctx.mark_dirty(x)
+        ops.all_reduce(x, group, cause=cause).wait()
+        return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, None
+        return grads[0], None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -146,9 +150,9 @@ def copy(x: Tensor, group: Group, *, cause: str) -> Tensor:
     return _Copy.apply(x, group, cause)
 
 
-def reduce(x: Tensor, group: Group, *, cause: str) -> Tensor:
-    """All-reduce forward, identity backward."""
-    return _Reduce.apply(x, group, cause)
+def reduce(x: Tensor, group: Group, *, cause: str, in_place: bool = False) -> Tensor:
+    """All-reduce forward, identity backward; `in_place` for an x that nobody else reads, such as a fresh product."""
+    return _Reduce.apply(x, group, cause, in_place)
 
 
 def gather(x: Tensor, group: Group, *, dim: int, cause: str) -> Tensor:

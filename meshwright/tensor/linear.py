@@ -91,7 +91,7 @@ def fused_columns(
 
 def row(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *, cause: str) -> Tensor:
     """The second half of a pair: whole outputs, summed over the ranks, of this rank's part of x."""
-    y = autograd.reduce(F.linear(x, weight), group, cause=cause)
+    y = autograd.reduce(F.linear(x, weight), group, cause=cause, in_place=True)
     return y if bias is None else y + bias
 
 
