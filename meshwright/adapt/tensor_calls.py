@@ -10,9 +10,9 @@ autograd adds up their gradients before the one all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,19 @@ def summed(module: nn.Linear, group: Group, sizes: Sequence[int], cause: str, x:
     return linear.naive_row(x, module.weight, module.bias, group, sizes=sizes, cause=cause)
 
 
+def transposed_column(module: Any, shared: SharedInput, group: Group, cause: str, x: Tensor) -> Tensor:
+    """As `column`, of a weight (inputs, outputs)."""
+    return F.linear(shared.of(x, group, cause), module.weight.t(), module.bias)
+
+
+def transposed_row(
+    module: Any, region: CutRegion, group: Group, _tokens: None, cause: str, x: Tensor
+) -> Tensor:
+    """As `row`, of a weight (inputs, outputs) and all tokens."""
+    region.leave()
+    return linear.row(x, module.weight.t(), module.bias, group, cause=cause)
+
+
 def embedding(module: nn.Embedding, group: Group, first: int, cause: str, tokens: Tensor) -> Tensor:
     """Rows of a table that is cut by rows."""
     padding = module.padding_idx
@@ -123,3 +136,28 @@ def gathered(
     """Outputs that a cross-entropy takes as they are cut, and everything else gathers."""
     x = autograd.copy(x, group, cause=cause) if tokens is None else tokens.gather(x, cause, last=True)
     return CutLogits.of(F.linear(x, module.weight, module.bias), group, sizes, cause=cause)
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """A module, and which of its own parameters meet a part of its tensors."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+    forward: Callable[..., Any]
+
+
+def between(what: Between, group: Group, cause: str, *args: Any, **kwargs: Any) -> Any:
+    """A module's own forward, in which parameters are copies whose gradients are summed over the ranks."""
+    module, own = what.module, what.module._parameters
+    copies = dict(own)
+    for name in what.names:
+        parameter = own[name]
+        if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+            copies[name] = cast(nn.Parameter, autograd.copy(parameter, group, cause=cause))
+    # Its code reads them by name; the module keeps its parameters.
+    vars(module)["_parameters"] = copies
+    try:
+        return what.forward(*args, **kwargs)
+    finally:
+        vars(module)["_parameters"] = own

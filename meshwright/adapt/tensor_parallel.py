@@ -13,18 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.adapt.sequence_parallel import install_tokens, plan_tokens
+from meshwright.adapt.tensor_derived import kinds_of, plan_derived
 from meshwright.adapt.tensor_plan import (
     SplitPlan,
     plan_attention,
+    plan_between,
     plan_embedding,
     plan_feed_forward,
     plan_gathered,
     plan_summed,
 )
-from meshwright.adapt.tensor_roles import find_roles
+from meshwright.adapt.tensor_roles import find_roles, unknown_model
 from meshwright.comm.ops import Group
+from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import LayoutMaker, Role, TensorLayout
+from meshwright.partitioning.tensor_regions import DerivedLayout, LayerKind
 from meshwright.sharding.memory import Initialiser
+
+# From the layers that can be cut and the number of ranks to what is cut, by the model's graph.
+Derive = Callable[[Mapping[str, LayerKind], int], DerivedLayout]
 
 
 def split_model(
@@ -32,6 +39,7 @@ def split_model(
     group: Group,
     initialiser: Initialiser | None,
     own_roles: Mapping[str, str] | None = None,
+    derive: Derive | None = None,
     *,
     sequence_parallel: bool = False,
 ) -> tuple[TensorLayout, Initialiser | None]:
@@ -42,6 +50,7 @@ def split_model(
         group: the tensor-parallel ranks.
         initialiser: values of whole parameters on the meta device.
         own_roles: see `find_roles`.
+        derive: for a model of which no roles are known.
         sequence_parallel: whether ranks have a part of the tokens between the pairs.
 
     Returns:
@@ -49,13 +58,45 @@ def split_model(
 
     Raises:
         PlanError: E201 for more ranks than a rank's part allows, E226 for a model without a known layout, E227 for
-            patterns that do not fit, E229 for a model whose tokens cannot be cut.
+            patterns that do not fit, E229 for a model whose tokens cannot be cut, E291 where the graph says that
+            nothing can be cut.
     """
     roles = find_roles(model, own_roles)
+    if roles is not None:
+        plan = _planned(model, group, roles, own_roles, sequence_parallel)
+    elif derive is None:
+        raise unknown_model(model, "there is no loss with a batch to read its graph with")
+    elif sequence_parallel:
+        raise PlanError(
+            "E229",
+            f"plan.sequence_parallel with a layout derived from the graph of {type(model).__name__} is not built. "
+            f"Leave it out, or name the roles of its layers in plan.layout.",
+        )
+    else:
+        plan = SplitPlan(LayoutMaker(group.size, group.index), group)
+        plan_derived(plan, model, derive(kinds_of(model), group.size))
+    layout = plan.maker.finish()
+    _keep_parts(model, layout)
+    for name, forward in plan.forwards.items():
+        # An attribute of the instance; the class keeps its method.
+        vars(model.get_submodule(name))["forward"] = forward
+    for module, attribute, value in plan.attributes:
+        setattr(module, attribute, value)
+    return layout, None if initialiser is None else _local(initialiser, model, layout)
+
+
+def _planned(
+    model: nn.Module,
+    group: Group,
+    roles: Mapping[str, Role],
+    own: Mapping[str, str] | None,
+    cuts_tokens: bool,
+) -> SplitPlan:
+    """By parents: an attention, a feed-forward, and layers by themselves."""
     maker = LayoutMaker(group.size, group.index)
     tokens = None
-    if sequence_parallel:
-        tokens = plan_tokens(model, group, maker.region, roles, head_ends=not own_roles)
+    if cuts_tokens:
+        tokens = plan_tokens(model, group, maker.region, roles, head_ends=not own)
         maker.call("all_gather")  # into the chain backward
         if tokens.last is not None:
             maker.call("all_gather")  # out of it forward
@@ -73,17 +114,13 @@ def split_model(
         for child in children:
             if roles[child] in _ALONE:
                 _ALONE[roles[child]](plan, model, child)
+            elif roles[child] == "between":
+                keys = [key for key, _ in modules[child].named_parameters(recurse=False)]
+                plan_between(plan, modules[child], child, keys)
     if tokens is not None:
         maker.is_partial(tokens.partial(model, maker.reduced_apart))
         install_tokens(model, tokens)
-    layout = plan.maker.finish()
-    _keep_parts(model, layout)
-    for name, forward in plan.forwards.items():
-        # An attribute of the instance; the class keeps its method.
-        modules[name].__dict__["forward"] = forward
-    for module, attribute, value in plan.attributes:
-        setattr(module, attribute, value)
-    return layout, None if initialiser is None else _local(initialiser, model, layout)
+    return plan
 
 
 # Layers without a partner.
@@ -100,8 +137,8 @@ def _keep_parts(model: nn.Module, layout: TensorLayout) -> None:
     for name, parameter in model.named_parameters():
         if name in layout.cuts:
             cut = layout.cuts[name]
-            first = sum(cut.sizes[: layout.index])
-            parameter.data = parameter.data.narrow(cut.dim, first, cut.sizes[layout.index]).clone()
+            pieces = [parameter.data.narrow(cut.dim, a, b - a) for a, b in cut.chunks(layout.index)]
+            parameter.data = torch.cat(pieces, cut.dim)
 
 
 def _local(initialiser: Initialiser, model: nn.Module, layout: TensorLayout) -> Initialiser:

@@ -68,6 +68,7 @@ def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named:
     maker = plan.maker
     heads = split_heads(num_heads, num_kv, plan.group.size, where=parent)
     maker.note_uneven(heads.query, f"{num_heads} heads of {parent.rpartition('.')[2]}")
+    maker.runs_on(heads.query)
     widths = tuple(n * head_dim for n in heads.query)
     cut = CutEntry(
         plan.maker.region, place_of(heads.query, plan.group.index), place_of(widths, plan.group.index)
@@ -164,7 +165,7 @@ def plan_embedding(plan: SplitPlan, model: nn.Module, name: str) -> None:
             f"rows of all tokens. Set plan.tp=1.",
         )
     sizes = plan.maker.sizes(module.num_embeddings, f"rows of {name.rpartition('.')[2]}")
-    plan.maker.cut(_first_name(model, f"{name}.weight"), 0, sizes)
+    plan.maker.cut(first_name(model, f"{name}.weight"), 0, sizes)
     plan.maker.call("all_reduce")
     first = sum(sizes[: plan.group.index])
     plan.forwards[name] = partial(tensor_calls.embedding, module, plan.group, first, f"embedding {name}")
@@ -175,7 +176,7 @@ def plan_gathered(plan: SplitPlan, model: nn.Module, name: str) -> None:
     module = cast(nn.Linear, model.get_submodule(name))
     sizes = plan.maker.sizes(module.out_features, f"outputs of {name.rpartition('.')[2]}")
     for part in _parts(module):
-        plan.maker.cut(_first_name(model, f"{name}.{part}"), 0, sizes)
+        plan.maker.cut(first_name(model, f"{name}.{part}"), 0, sizes)
     ends = plan.tokens is not None and plan.tokens.last is None
     for op in ("all_gather", "all_gather", "reduce_scatter") if ends else ("all_gather", "all_reduce"):
         plan.maker.call(op)
@@ -187,17 +188,26 @@ def plan_summed(plan: SplitPlan, model: nn.Module, name: str) -> None:
     """A layer by rows on its own: whole inputs, outputs summed."""
     module = cast(nn.Linear, model.get_submodule(name))
     sizes = plan.maker.sizes(module.in_features, f"inputs of {name.rpartition('.')[2]}")
-    plan.maker.cut(_first_name(model, f"{name}.weight"), 1, sizes)
+    plan.maker.cut(first_name(model, f"{name}.weight"), 1, sizes)
     plan.maker.call("all_reduce")
     plan.maker.call("all_gather")
     plan.forwards[name] = partial(tensor_calls.summed, module, plan.group, sizes, f"row {name}")
+
+
+def plan_between(plan: SplitPlan, module: nn.Module, name: str, own: Sequence[str]) -> None:
+    """A module that computes on a part with whole parameters, `own` of its own."""
+    trained = tuple(key for key in own if module.get_parameter(key).requires_grad)
+    for _ in trained:
+        plan.maker.call("all_reduce")
+    what = tensor_calls.Between(module, trained, module.forward)
+    plan.forwards[name] = partial(tensor_calls.between, what, plan.group, f"summed {name}")
 
 
 def _parts(module: nn.Linear) -> list[str]:
     return ["weight"] if module.bias is None else ["weight", "bias"]
 
 
-def _first_name(model: nn.Module, name: str) -> str:
+def first_name(model: nn.Module, name: str) -> str:
     """The name under which a parameter is registered first: a tied one is cut once."""
     parameter = model.get_parameter(name)
     return next(first for first, candidate in model.named_parameters() if candidate is parameter)

@@ -48,39 +48,101 @@ TABLES: tuple[Mapping[str, Role], ...] = (
 )
 
 
-def find_roles(model: nn.Module, own: Mapping[str, str] | None = None) -> dict[str, Role]:
-    """Module name to role, by the user's patterns, else by the first table of which a pair of column and row matches.
+# Styles of the plans of transformers that are roles here, besides those of columns and rows.
+_STYLES: Mapping[str, Role] = MappingProxyType(
+    {
+        "embedding_rowwise": "vocabulary",
+        "colwise_gather_output": "gathered",
+        "replicated_with_grad_allreduce": "between",
+    }
+)
+_ALONE: frozenset[Role] = frozenset(("vocabulary", "gathered", "summed", "between"))
+
+
+def find_roles(model: nn.Module, own: Mapping[str, str] | None = None) -> dict[str, Role] | None:
+    """Module name to role: by the user's patterns, by the first table that fits, or by the model's own plan.
 
     Args:
         model: whole.
         own: pattern of module names, or several with `|` between them, to role.
 
+    Returns:
+        None where nothing is known, or `{"*": "derived"}` asks for what its graph tells.
+
     Raises:
-        PlanError: E226 for a model that no table fits, E227 for a pattern that matches no layer or another role's.
+        PlanError: E226 for half a pair, E227 for a pattern that matches no layer or another role's.
     """
+    if own is not None and "derived" in own.values():
+        if dict(own) != {"*": "derived"}:
+            raise PlanError(
+                "E227",
+                f'plan.layout: the role "derived" is for a whole model. Write {{"*" = "derived"}}, or name all roles; '
+                f"here: {', '.join(own)}.",
+            )
+        return None
     if own:
         roles = _own_roles(model, own)
         _check_pairs(roles)
         return roles
+    planned = _planned_roles(model)
     for table in TABLES:
         roles = {name: role for pattern, role in table.items() for name in _matching(model, pattern)}
         if {"query", "output"} <= set(roles.values()) or {"column", "row"} <= set(roles.values()):
+            roles |= {name: role for name, role in (planned or {}).items() if role == "between"}
             _check_pairs(roles)
             return roles
-    raise PlanError(
+    return planned
+
+
+def unknown_model(model: nn.Module, why: str) -> PlanError:
+    """E226 for a model of which nothing is known, and why its graph cannot tell."""
+    return PlanError(
         "E226",
         f"plan.tp > 1, and no layout is known for {type(model).__name__}: its modules are named neither as in our GPT "
         f"and Llama (attention.query, feed_forward.up) nor as in Llama of transformers (self_attn.q_proj, "
-        f"mlp.up_proj). Name the roles of its layers in plan.layout, or set plan.tp=1.",
+        f"mlp.up_proj), and {why}. Name the roles of its layers in plan.layout, or set plan.tp=1.",
     )
 
 
-def _matching(model: nn.Module, patterns: str) -> list[str]:
-    """Linear layers and embeddings with a name of a pattern."""
+def _planned_roles(model: nn.Module) -> dict[str, Role] | None:
+    """Roles by the plan that a model of transformers brings; None where it brings none, or one of other styles."""
+    styles = getattr(model, "tp_plan", None)
+    if not isinstance(styles, Mapping) or not styles:
+        return None
+    found: dict[str, str] = {}
+    for name, _ in model.named_modules():
+        style = next((styles[p] for p in styles if fnmatch.fnmatchcase(name, p)), None)
+        if style is not None:
+            found[name] = style
+    if not set(styles.values()) <= {"colwise", "rowwise", *_STYLES}:
+        return None
+    roles: dict[str, Role] = {n: _STYLES[style] for n, style in found.items() if style in _STYLES}
+    for name, style in found.items():
+        if style in ("colwise", "rowwise"):
+            roles[name] = _half(model, name, style, found)
+    return roles
+
+
+def _half(model: nn.Module, name: str, style: str, styles: Mapping[str, str]) -> Role:
+    """Of a pair; three columns beside a row in a module that knows the width of a head are an attention."""
+    parent = name.rpartition(".")[0]
+    columns = [n for n, other in styles.items() if n.rpartition(".")[0] == parent and other == "colwise"]
+    if len(columns) != 3 or not isinstance(getattr(model.get_submodule(parent), "head_dim", None), int):
+        return "column" if style == "colwise" else "row"
+    halves: tuple[Role, ...] = ("query", "key", "value")
+    return "output" if style == "rowwise" else halves[columns.index(name)]
+
+
+def _matching(model: nn.Module, patterns: str, role: str = "") -> list[str]:
+    """Linear layers and embeddings with a name of a pattern; of the role `between`, modules with own parameters."""
     return [
         name
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, nn.Embedding)
+        if (
+            next(module.parameters(recurse=False), None) is not None
+            if role == "between"
+            else type(module) in (nn.Linear, nn.Embedding)
+        )
         and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split("|"))
     ]
 
@@ -89,7 +151,7 @@ def _own_roles(model: nn.Module, own: Mapping[str, str]) -> dict[str, Role]:
     roles: dict[str, Role] = {}
     by: dict[str, str] = {}
     for pattern, role in own.items():
-        found = _matching(model, pattern)
+        found = _matching(model, pattern, role)
         if not found:
             layers = [
                 name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)
@@ -107,7 +169,7 @@ def _own_roles(model: nn.Module, own: Mapping[str, str]) -> dict[str, Role]:
                     f"plan.layout: {by[name]!r} and {pattern!r} both match {name!r}. Give each layer one role.",
                 )
             is_table = isinstance(model.get_submodule(name), nn.Embedding)
-            if is_table != (role == "vocabulary"):
+            if is_table != (role == "vocabulary") and role != "between":
                 kind = "nn.Embedding" if is_table else "nn.Linear"
                 raise PlanError(
                     "E227",
@@ -122,7 +184,7 @@ def _check_pairs(roles: Mapping[str, Role]) -> None:
     """E226 where what is cut would never be summed."""
     by_parent: dict[str, set[Role]] = {}
     for name, role in roles.items():
-        if role not in ("vocabulary", "gathered", "summed"):
+        if role not in _ALONE:
             by_parent.setdefault(name.rpartition(".")[0], set()).add(role)
     for parent, found in by_parent.items():
         if not (found == {"query", "key", "value", "output"} or found == {"column", "row"}):

@@ -82,8 +82,8 @@ def _by_export(
                 for kind in sorted(own)
             )
             return dataclasses.replace(graph, notes=graph.notes + notes), ""
-        # The last two are torch's, of ops that do not run without values.
-        except (NotPolynomialError, ConfigError, RuntimeError, NotImplementedError) as error:
+        # The last three are torch's, of ops that do not run without values or at other sizes.
+        except (NotPolynomialError, ConfigError, RuntimeError, NotImplementedError, ValueError) as error:
             reason = _short(error)
             fixed = fixed or reason
     return None, reason

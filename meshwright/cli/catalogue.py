@@ -359,9 +359,10 @@ CATALOGUE = (
     CodeEntry(
         "E226",
         "no tensor-parallel layout for this model",
-        "plan.tp splits matrices by the names of modules: those of our GPT and Llama, and of Llama, Mistral and Qwen2 "
-        "in transformers, or those of plan.layout. Query, key, value and output must all be there, or column and row "
-        "halves of a feed-forward, and the attention must say the width of a head (head_dim) or how many it has.",
+        "plan.tp takes a model's layout from plan.layout, from the names of its modules (our GPT and Llama, Llama, "
+        "Mistral and Qwen2 of transformers), from the plan that a model of transformers brings, else from its graph, "
+        "which needs a loss and a batch. Of a pair all halves must be there: query, key, value and output, or column "
+        "and row; and an attention with roles must say the width of a head (head_dim) or how many it has.",
         "Name the roles of your model's layers in plan.layout, or set plan.tp = 1.",
     ),
     CodeEntry(
@@ -486,6 +487,28 @@ CATALOGUE = (
         "a key that is not built together with plan.cp",
         "Context parallelism cuts the sequences of a batch over ranks, and some other key does not know that yet.",
         "Leave the other key out, or set plan.cp = 1.",
+    ),
+    CodeEntry(
+        "E290",
+        "a model whose tensor-parallel layout cannot be derived",
+        "No layout is known for the model by its names, so it would be derived from its graph, and torch.export cannot "
+        "trace the model with its loss: a branch on values, an op without a kernel for tensors without memory.",
+        "Name the roles of its layers in plan.layout, or set plan.tp = 1.",
+    ),
+    CodeEntry(
+        "E291",
+        "a model of which tensor parallelism can split nothing",
+        "The graph of the model has no two layers of which the second could sum what ranks make of parts of the first. "
+        "The message says for each layer what needs it whole.",
+        "Write what multiplies weights as nn.Linear, name roles in plan.layout, or set plan.tp = 1.",
+    ),
+    CodeEntry(
+        "E292",
+        "sizes in a model's code that were not in its graph",
+        "Under a derived layout, sizes that code names (view(B, T, 6, 4)) are replaced by a rank's own, for the calls "
+        "that the graph has. This call is none of them, and with -1 among its sizes it would give wrong numbers "
+        "silently.",
+        "Take sizes from the tensor at hand (x.size(-1)), so that they are right for any part of it.",
     ),
     CodeEntry(
         "E301",
@@ -766,6 +789,14 @@ CATALOGUE = (
         'plan.recompute = "offload" moves what backward needs from the device to host memory. On CPU processes these '
         "are the same: the run is exact, and nothing moves.",
         'Take "full" or "selective" to save memory on CPUs.',
+    ),
+    CodeEntry(
+        "W211",
+        "layers that every tensor-parallel rank has whole",
+        "The layout was derived from the model's graph, and no part of these layers can be had by itself: something "
+        "needs all of their outputs or inputs at once, or they are small. Every rank computes all of them; the run is "
+        "exact.",
+        "Nothing is wrong. A layer that its own code multiplies (x @ self.w) can be cut where it is an nn.Linear.",
     ),
     CodeEntry(
         "W401",

@@ -35,11 +35,28 @@ class Box:
 
 @dataclass(frozen=True)
 class Cut:
-    """Mesh axis `axis` divides dim `dim` into chunks of `sizes` (of what earlier cuts left of that dim)."""
+    """Mesh axis `axis` divides dim `dim` into chunks of `sizes` (of what earlier cuts left of that dim).
+
+    With `parts` the dim is so many equal parts after each other, and each of them is divided so: a rank has a chunk of
+    the queries, of the keys and of the values of one fused matrix.
+    """
 
     axis: str
     dim: int
     sizes: tuple[int, ...]
+    parts: int = 1
+
+    @property
+    def extent(self) -> int:
+        """Of the dim."""
+        return sum(self.sizes) * self.parts
+
+    def chunks(self, index: int) -> list[tuple[int, int]]:
+        """[start, stop) in the dim of what rank `index` has, one a part."""
+        first, whole = sum(self.sizes[:index]), sum(self.sizes)
+        return [
+            (part * whole + first, part * whole + first + self.sizes[index]) for part in range(self.parts)
+        ]
 
 
 @dataclass(frozen=True)
@@ -66,26 +83,64 @@ class Layout:
 
     def boxes(self, coordinates: Mapping[str, int]) -> list[Box]:
         """The boxes that the rank at mesh `coordinates` holds, in order of their local offset."""
-        starts, stops = [0] * len(self.shape), list(self.shape)
+        held = [[(0, extent)] for extent in self.shape]
         for cut in self.cuts:
             index = coordinates.get(cut.axis, 0)
-            assert sum(cut.sizes) == stops[cut.dim] - starts[cut.dim], (
+            assert cut.extent == _length(held[cut.dim]), (
                 f"chunks {cut.sizes} of {cut.axis} do not cover dim {cut.dim} of {self.shape}"
             )
-            starts[cut.dim] += sum(cut.sizes[:index])
-            stops[cut.dim] = starts[cut.dim] + cut.sizes[index]
-        local_shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+            held[cut.dim] = [
+                piece for low, high in cut.chunks(index) for piece in _taken(held[cut.dim], low, high)
+            ]
+        local_shape = tuple(_length(pieces) for pieces in held)
         first, last = 0, math.prod(local_shape)
         if self.flat is not None:
             first, last = self.flat.intervals[coordinates.get(self.flat.axis, 0)]
         return [
-            Box(
-                tuple(origin + index for origin, index in zip(starts, low, strict=True)),
-                tuple(origin + index for origin, index in zip(starts, high, strict=True)),
-                offset - first,
-            )
+            Box(start, stop, offset - first)
             for low, high, offset in interval_boxes(local_shape, first, last)
+            for start, stop, offset in _whole_boxes(held, low, high, offset)
         ]
+
+
+# [start, stop) of one dim, in order; what a rank holds of it.
+_Pieces = list[tuple[int, int]]
+
+
+def _length(pieces: _Pieces) -> int:
+    return sum(stop - start for start, stop in pieces)
+
+
+def _taken(pieces: _Pieces, low: int, high: int) -> _Pieces:
+    """Elements [low, high) of what the pieces hold together, where they are in the whole."""
+    found, before = [], 0
+    for start, stop in pieces:
+        first, last = max(start, start + low - before), min(stop, start + high - before)
+        if first < last:
+            found.append((first, last))
+        before += stop - start
+    return found
+
+
+def _whole_boxes(
+    held: list[_Pieces], low: tuple[int, ...], high: tuple[int, ...], offset: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """A box of the local tensor, consecutive in memory, as boxes of the whole (start, stop, flat offset).
+
+    Where a dim is held in several pieces, a box has one piece, and one index of each dim before it.
+    """
+    taken = [_taken(pieces, first, last) for pieces, first, last in zip(held, low, high, strict=True)]
+    broken = max((dim for dim, pieces in enumerate(taken) if len(pieces) > 1), default=-1)
+    choices = [
+        [(i, i + 1) for start, stop in pieces for i in range(start, stop)] if dim < broken else pieces
+        for dim, pieces in enumerate(taken)
+    ]
+    boxes = []
+    for chosen in itertools.product(*choices):
+        start, stop = tuple(first for first, _ in chosen), tuple(last for _, last in chosen)
+        boxes.append((start, stop, offset))
+        offset += math.prod(last - first for first, last in chosen)
+    return boxes
 
 
 def interval_boxes(

@@ -18,7 +18,21 @@ from meshwright.layout.layout import Cut, Layout
 
 # What a module is in a layout: rows of a table; outputs that stay cut (of heads or of any width); inputs that are cut;
 # whole inputs with outputs that are gathered; whole inputs whose parts' outputs are summed.
-Role = Literal["vocabulary", "query", "key", "value", "output", "column", "row", "gathered", "summed"]
+# "between" is a module between a column and a row split whose own parameters are whole: their gradients are parts.
+# "derived" is for a whole model: its roles are found from its graph.
+Role = Literal[
+    "vocabulary",
+    "query",
+    "key",
+    "value",
+    "output",
+    "column",
+    "row",
+    "gathered",
+    "summed",
+    "between",
+    "derived",
+]
 # The dim along which tokens are cut, and (first, ours, all) of it.
 TokenRange = tuple[int, tuple[int, int, int]]
 
@@ -136,7 +150,9 @@ class TensorLayout:
         index: this rank's position in it.
         cuts: parameter name to its cut over `tp`; parameters that are not named are whole on every rank.
         outputs: module name to the chunks of its output's last dim, where that stays cut.
+        parts: module name to the number of parts of its cut output, each cut in the same chunks, where it has several.
         repeated: module name to the key/value head of each head of its output, where these are repeated.
+        inside: chunks that a dim of a tensor between a column and a row split may have.
         calls: collectives of one micro-step over the group, forward and backward.
         partial: parameters of which each rank has the gradient of its tokens alone (sequence parallelism).
         warnings: texts with W201 about uneven chunks, W203 about what is on every rank.
@@ -147,7 +163,9 @@ class TensorLayout:
     index: int
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     outputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
     repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
+    inside: tuple[tuple[int, ...], ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
@@ -161,25 +179,29 @@ class TensorLayout:
         """Shape of the whole parameter of which this rank holds `local`."""
         shape = list(local)
         if name in self.cuts:
-            shape[self.cuts[name].dim] = sum(self.cuts[name].sizes)
+            shape[self.cuts[name].dim] = self.cuts[name].extent
         return tuple(shape)
 
     def layout(self, name: str, logical_shape: Sequence[int]) -> Layout:
         """The boxes of parameter `name`."""
         return Layout(tuple(logical_shape), (self.cuts[name],) if name in self.cuts else ())
 
-    def chunks_of(self, module: str, width: int, local: Sequence[int]) -> tuple[int, ...] | None:
-        """Chunks of the last dim, `width` on one device, of a module's output of shape `local`; None: it is whole.
+    def chunks_of(
+        self, module: str, whole: Sequence[int], local: Sequence[int], *, batch_dim: int | None = None
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """(dim, chunks) of a module's output of shape `local`, `whole` on one device; None: it is whole.
 
-        What stands between a column and a row split, as an activation function does, has the chunks of its sibling.
+        What stands between a column and a row split, as an activation function does, has chunks of layers near it, in
+        any dim but that of samples.
         """
         if module in self.outputs:
-            return self.outputs[module]
-        parent = module.rpartition(".")[0]
-        for name, sizes in self.outputs.items():
-            fits = sum(sizes) == width and len(local) > 0 and sizes[self.index] == local[-1] != width
-            if fits and name.rpartition(".")[0] == parent:
-                return sizes
+            return len(whole) - 1, self.outputs[module] * self.parts.get(module, 1)
+        if len(whole) != len(local):
+            return None
+        for dim in reversed(range(len(local))):
+            for sizes in self.inside:
+                if dim != batch_dim and sum(sizes) == whole[dim] != local[dim] == sizes[self.index]:
+                    return dim, sizes
         return None
 
     def runs(self, name: str, local: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -189,11 +211,12 @@ class TensorLayout:
             return
         cut = self.cuts[name]
         inner = math.prod(local[cut.dim + 1 :])
-        row, whole = local[cut.dim] * inner, sum(cut.sizes) * inner
+        # Rows of the dims before, times the parts of each, are held chunk by chunk.
+        chunk, whole = cut.sizes[self.index] * inner, sum(cut.sizes) * inner
         offset = sum(cut.sizes[: self.index]) * inner
         while start < stop:
-            number, place = divmod(start, row)
-            end = min(stop, (number + 1) * row)
+            number, place = divmod(start, chunk)
+            end = min(stop, (number + 1) * chunk)
             yield number * whole + offset + place, start, end
             start = end
 
@@ -207,19 +230,28 @@ class LayoutMaker:
         self.region = CutRegion()
         self._cuts: dict[str, Cut] = {}
         self._outputs: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, int] = {}
+        self._inside: dict[tuple[int, ...], None] = {}
         self._repeated: dict[str, RepeatedHeads] = {}
         self._calls: Counter[str] = Counter()
         self._partial: frozenset[str] = frozenset()
         self._warnings: dict[str, None] = {}
 
-    def cut(self, parameter: str, dim: int, sizes: tuple[int, ...]) -> None:
-        """A parameter is cut along `dim`."""
-        cut = Cut("tp", dim, sizes)
+    def cut(self, parameter: str, dim: int, sizes: tuple[int, ...], parts: int = 1) -> None:
+        """A parameter is cut along `dim`, or each of equal parts of it."""
+        cut = Cut("tp", dim, sizes, parts)
         assert self._cuts.setdefault(parameter, cut) == cut, f"{parameter} is cut in two ways"
 
-    def keeps(self, module: str, sizes: tuple[int, ...]) -> None:
-        """A module's output stays cut along its last dim."""
+    def keeps(self, module: str, sizes: tuple[int, ...], parts: int = 1) -> None:
+        """A module's output stays cut along its last dim, or each of equal parts of it."""
         self._outputs[module] = sizes
+        self._inside[sizes] = None
+        if parts > 1:
+            self._parts[module] = parts
+
+    def runs_on(self, sizes: tuple[int, ...]) -> None:
+        """Somewhere between a column and a row split a dim has these chunks."""
+        self._inside[sizes] = None
 
     def repeats(self, module: str, heads: RepeatedHeads, num_tensors: int) -> None:
         """A module is whole on every rank, which uses a part; gradients of its tensors are summed over the group."""
@@ -268,6 +300,8 @@ class LayoutMaker:
             self.index,
             cuts=MappingProxyType(self._cuts),
             outputs=MappingProxyType(self._outputs),
+            parts=MappingProxyType(self._parts),
+            inside=tuple(sorted(self._inside)),
             repeated=MappingProxyType(self._repeated),
             calls=MappingProxyType(dict(self._calls)),
             partial=self._partial,

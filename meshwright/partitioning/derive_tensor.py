@@ -44,16 +44,17 @@ _SHAPE_KINDS: Mapping[str, ShapeKind] = {
 }
 
 
-def derive_layout(graph: TaskGraph, kinds: Mapping[str, LayerKind]) -> DerivedLayout:
+def derive_layout(graph: TaskGraph, kinds: Mapping[str, LayerKind], num_ranks: int) -> DerivedLayout:
     """The layers to cut.
 
     Args:
         graph: captured by torch.export, with costs.
         kinds: the layers that can be cut, by module name, each with a parameter `weight`.
+        num_ranks: that share them; fewer heads than ranks are found all the same, fewer channels are not.
     """
     found = Propagation(graph)
     found.run()
-    return _Search(found, kinds).result()
+    return _Search(found, kinds, num_ranks).result()
 
 
 @dataclass
@@ -62,6 +63,7 @@ class _Search:
 
     found: Propagation
     kinds: Mapping[str, LayerKind]
+    num_ranks: int
     reasons: dict[int, str] = field(default_factory=dict)
     losses: set[int] = field(default_factory=set)
     lookups: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -125,10 +127,11 @@ class _Search:
         return defaultdict(str, {name: by_path[f"{name}.weight"] for name in layers})
 
     def _sum_reason(self, task: Task) -> str:
-        weight = self._weight_of(task)
-        if weight and self.found.graph.value[weight].kind == "parameter":
-            return f"{self._called(weight)} is multiplied by code of {task.path or 'the root module'}, not by a layer"
-        return f"{task.op.removeprefix('aten.').partition('.')[0]} in {task.path or 'the root module'} sums over it"
+        where = task.path or "the root module"
+        for name in task.inputs:
+            if self.found.graph.value[name].kind == "parameter":
+                return f"{self._called(name)} is multiplied by code of {where}, not by a layer"
+        return f"{task.op.removeprefix('aten.').partition('.')[0]} in {where} sums over it"
 
     @cached_property
     def _products(self) -> dict[str, list[Task]]:
@@ -179,7 +182,12 @@ class _Search:
         for axis, modules in self.lookups.items():
             rows, columns = self._table_sizes(modules[0], axis)
             batch_reads = self._reads_batch(modules)
-            if rows >= columns > 0 and batch_reads and all(self.kinds.get(m) == "table" for m in modules):
+            if (
+                rows >= max(columns, self.num_ranks)
+                and columns
+                and batch_reads
+                and all(self.kinds.get(m) == "table" for m in modules)
+            ):
                 taken.add(axis)
                 tables.update(dict.fromkeys(modules))
             else:
@@ -225,6 +233,8 @@ class _Search:
         """Why a part of an axis cannot be had; "" where it can."""
         if axis in self.lookups:
             return "rows of a table are looked up by it"
+        if self._size(axis) < self.num_ranks and not self._heads(axis):
+            return f"{self._size(axis)} are fewer than {self.num_ranks} ranks"
         graph, names = self.found.graph, set(self.touching[axis])
         if any(isinstance(out, Ref) and out.name in names for out in graph.outputs):
             return "the loss returns it"
@@ -232,11 +242,55 @@ class _Search:
             if self._is_swapped(task) or not names & set(task.outputs):
                 continue
             for name in task.inputs:
-                value = graph.value[name]
-                if name not in names and value.requires_grad and not task.is_detached:
+                if name not in names and self._trains(task, name) and not self._is_own(task, name):
                     return f"{self._called(name)} trains on every rank and meets a part of it"
             if task.is_random and not self._draws_by_place(task, axis):
                 return f"{task.path} draws random numbers for a part of unknown place"
+        mixed = self._whole_too(axis, self._summed(axis))
+        return f"{mixed} meets parts and wholes" if mixed else ""
+
+    def _trains(self, task: Task, name: str) -> bool:
+        return self.found.graph.value[name].requires_grad and not task.is_detached
+
+    def _is_own(self, task: Task, name: str) -> bool:
+        """A parameter that only its own module reads, so that its forward can sum the gradients of its parts.
+
+        Not one of the root: its tasks are not told from those of the loss.
+        """
+        value = self.found.graph.value[name]
+        owner = value.path.rpartition(".")[0]
+        if value.kind != "parameter" or not owner or owner != task.path or owner in self.kinds:
+            return False
+        return self._readers[value.storage] == {owner}
+
+    @cached_property
+    def _readers(self) -> dict[str, set[str]]:
+        """Storage to the modules whose tasks read it."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for task in self.found.graph.tasks:
+            for name in task.inputs:
+                found[self.found.graph.value[name].storage].add(task.path)
+        return found
+
+    def _summed(self, axis: int) -> list[str]:
+        """Parameters that meet a part of the axis whole."""
+        names = set(self.touching[axis])
+        return [
+            self.found.graph.value[name].path
+            for task in self.found.graph.tasks
+            if names & set(task.outputs)
+            for name in task.inputs
+            if name not in names and self._trains(task, name) and self._is_own(task, name)
+        ]
+
+    def _whole_too(self, axis: int, parameters: Sequence[str]) -> str:
+        """One of these parameters that also meets whole tensors, whose gradient must not be summed; "" for none."""
+        names = set(self.touching[axis])
+        for task in self.found.graph.tasks:
+            for name in task.inputs:
+                path = self.found.graph.value[name].path
+                if path in parameters and not names & set(task.outputs):
+                    return path
         return ""
 
     def _is_swapped(self, task: Task) -> bool:
@@ -326,6 +380,7 @@ class _Search:
             columns=tuple(columns),
             rows=tuple(rows),
             others=tuple(self._other_cuts(axis, {c.module for c in columns} | {r.module for r in rows})),
+            summed=tuple(dict.fromkeys(self._summed(axis))),
             shapes=tuple(dict.fromkeys(self._shape_calls(axis))),
             forward_numel=forward,
             backward_numel=backward,
@@ -363,14 +418,18 @@ class _Search:
             if kind == "split":
                 at = next(i for i, size in enumerate(source) if size.is_cut)
                 sizes = tuple(self._size_of(name, axis)[at] for name in task.outputs if name)
-            found.append(ShapeCall(task.path, kind, source, sizes))
+            found.append(ShapeCall(task.path, kind, source, sizes, _names(task, sizes)))
         return found
 
     def _size_of(self, name: str, axis: int) -> tuple[Size, ...]:
-        value = self.found.graph.value[name]
+        graph = self.found.graph
+        # A size of the batch that the graph holds fixed is still none of the model.
+        fixed = {
+            n for key, n in (("batch", graph.batch), ("sequence", graph.sequence)) if key not in graph.free
+        }
         return tuple(
-            Size(extent.constant, axis in dim)
-            for extent, dim in zip(value.shape, self.dims[name], strict=True)
+            Size(None if extent.constant in fixed and axis not in dim else extent.constant, axis in dim)
+            for extent, dim in zip(graph.value[name].shape, self.dims[name], strict=True)
         )
 
     def _whole(self, cut: set[int], heads: Sequence[str], tables: Sequence[str]) -> dict[str, str]:
@@ -394,6 +453,14 @@ class _Search:
     def _reason(self, dim: Dim) -> str:
         largest = max(dim, key=self._size)
         return self.reasons.get(largest, "no layer sums over it")
+
+
+def _names(task: Task, sizes: Sequence[Size]) -> bool:
+    """Whether a size that is cut stands in the call itself, and no -1 in its place."""
+    named = next((part for part in task.arguments if isinstance(part, tuple)), ())
+    if len(named) != len(sizes):
+        return True
+    return any(size.is_cut and part != -1 for size, part in zip(sizes, named, strict=True))
 
 
 def _second(task: Task) -> str:

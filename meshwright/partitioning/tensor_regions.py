@@ -75,13 +75,15 @@ class ShapeCall:
         module: whose forward makes it; "" for the root.
         kind: of the call.
         source: sizes of the tensor; () for one that is made.
-        sizes: the sizes that the code names: of a view, of an expansion, of each piece, of what is made.
+        sizes: of the result of a view, of an expansion, of what is made; of each piece along the dim that is split.
+        names: whether the code names a size that is cut; else it says -1.
     """
 
     module: str
     kind: ShapeKind
     source: tuple[Size, ...]
     sizes: tuple[Size, ...]
+    names: bool
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Region:
         columns: layers that begin it.
         rows: layers that end it.
         others: parameters that are cut besides.
+        summed: whole parameters that meet a part of the axis, so that ranks have parts of their gradients.
         shapes: calls that name sizes.
         forward_numel: elements that the ranks sum in a forward.
         backward_numel: in a backward.
@@ -105,6 +108,7 @@ class Region:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     others: tuple[OtherCut, ...]
+    summed: tuple[str, ...]
     shapes: tuple[ShapeCall, ...]
     forward_numel: Formula
     backward_numel: Formula
@@ -141,11 +145,15 @@ class DerivedLayout:
         found = [text if count == 1 else f"{count} x {text}" for text, count in lines.items()]
         found += [f"{name}: rows of the vocabulary, all-reduce of what is looked up" for name in self.tables]
         found += [f"{name}: outputs cut, then gathered" for name in self.heads]
+        return found + self.describe_whole()
+
+    def describe_whole(self) -> list[str]:
+        """A line for each kind of layer that every rank has whole, with the reason."""
         whole: dict[str, int] = {}
         for name, reason in self.whole.items():
             text = f"{_star(name)} stays whole: {reason}"
             whole[text] = whole.get(text, 0) + 1
-        return found + [text if count == 1 else f"{count} x {text}" for text, count in whole.items()]
+        return [text if count == 1 else f"{count} x {text}" for text, count in whole.items()]
 
 
 def _names(modules: list[str]) -> str:

@@ -21,6 +21,7 @@ from meshwright.layout.plan import TrainPlan
 from meshwright.partitioning.checkpointing import Span
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.sharding.memory import Initialiser
+from meshwright.training.layouts import Example, deriver
 from meshwright.training.precision import COMPUTE_DTYPES
 from meshwright.training.task import check_same_model
 
@@ -30,7 +31,7 @@ def context_scope(plan: TrainPlan, groups: DataGroups) -> ContextScope | None:
     return None if groups.context is None else ContextScope(groups.context, plan.cp_kind)
 
 
-def shard_model(
+def shard_model(  # noqa: PLR0913 - where all parts of a run meet
     model: nn.Module,
     plan: TrainPlan,
     groups: DataGroups,
@@ -39,6 +40,7 @@ def shard_model(
     initialiser: Initialiser | None,
     dropout: DropoutKind,
     schedules: Mapping[str, Span] = MappingProxyType({}),
+    example: Example | None = None,
 ) -> ShardingEngine:
     """Shard `model` in place over `groups`, and swap the calls that would depend on the mesh.
 
@@ -50,10 +52,11 @@ def shard_model(
         initialiser: values of parameters on the meta device.
         dropout: `stateless` or `native`.
         schedules: of chains whose recomputation has a budget, by the name of their first module.
+        example: what tp reads the graph of a model with of which no layout is known.
 
     Raises:
-        PlanError: E113 when ranks built different models; E201, E226, E229 for a model that tp cannot split; what
-            sharding and adapting refuse.
+        PlanError: E113 when ranks built different models; E201, E226, E227, E229, E290, E291 for a model that tp cannot
+            split; what sharding and adapting refuse.
     """
     check_same_model(model, groups.everyone, device=device)
     if groups.context is not None:
@@ -61,8 +64,14 @@ def shard_model(
         context_hf.install(model)
     layout = None
     if groups.model is not None:
+        derive = None if example is None else deriver(model, example)
         layout, initialiser = split_model(
-            model, groups.model, initialiser, dict(plan.layout), sequence_parallel=plan.sequence_parallel
+            model,
+            groups.model,
+            initialiser,
+            dict(plan.layout),
+            derive,
+            sequence_parallel=plan.sequence_parallel,
         )
     engine = ShardingEngine(
         model,

@@ -39,6 +39,7 @@ from meshwright.training.extent import learning_rate_of, total_steps_of
 from meshwright.training.facts import run_facts
 from meshwright.training.flops import Peak, device_peak
 from meshwright.training.heldout import HeldOut
+from meshwright.training.layouts import Example
 from meshwright.training.ledger import recompute_share, usable_bytes
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.metrics import (
@@ -198,6 +199,7 @@ class Run:
             initialiser=self.task.initialiser,
             dropout=kind,
             schedules=self.schedules,
+            example=Example(self.task.loss, self.task.train_data, plan.micro_batch, plan.precision),
         )
         if engine.tensor_layout is not None:
             for text in engine.tensor_layout.warnings:

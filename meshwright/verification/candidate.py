@@ -34,6 +34,7 @@ from meshwright.sharding.engine import ShardParameter
 from meshwright.training.activations import budget_schedules, subject_of
 from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.clip import clip_coefficient
+from meshwright.training.layouts import Example
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import ShardedOptimizer, spec_of
 from meshwright.training.precision import MASTER_DTYPES
@@ -49,7 +50,7 @@ from meshwright.verification.job import Handover, RankReport, Reference, Samples
 from meshwright.verification.observe import ModuleObserver
 from meshwright.verification.rank import CandidateRank
 from meshwright.verification.sources import GradientSamples
-from meshwright.verification.store import Comparer, Positions
+from meshwright.verification.store import Chunk, Comparer, Positions
 from meshwright.verification.subject import WatchedData, make_subject, peak_memory, tensor_digest
 from meshwright.verification.tensors import Key, Recorded
 
@@ -118,6 +119,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         initialiser=task.initialiser,
         dropout=kind,
         schedules=schedules,
+        example=Example(task.loss, task.train_data, plan.micro_batch, plan.precision),
     )
     spec = spec_of(chosen)
     geometry = BatchGeometry(
@@ -289,12 +291,14 @@ class _Candidate:
         module = name.partition(" ")[0]
         if item is None:  # in it samples have no rows of their own
             return
-        sizes = self._layout.chunks_of(module, item.shape[-1] if item.shape else 0, tensor.shape)
-        if isinstance(tensor, CutLogits):
-            sizes, tensor = tuple(tensor.sizes), tensor.local
         tokens = self._layout.region.cut_tokens
+        cut = self._layout.chunks_of(module, item.shape, tensor.shape, batch_dim=item.batch_dim)
+        if isinstance(tensor, CutLogits):
+            cut, tensor = (len(item.shape) - 1, tuple(tensor.sizes)), tensor.local
         if tokens is not None and (tensor.dim() <= tokens[0] or tensor.shape[tokens[0]] != tokens[1][1]):
             tokens = None
+        if tokens is not None and cut is not None and cut[0] == tokens[0]:
+            cut = None
         start = 0
         if item.batch_dim is not None:
             geometry = self._rank.batches.geometry
@@ -313,11 +317,19 @@ class _Candidate:
         if repeated is not None:  # each key/value head once, wherever it is
             for head in dict.fromkeys(repeated.heads):
                 ours = tensor.narrow(-1, repeated.heads.index(head) * repeated.width, repeated.width)
-                chunk = ((repeated.width,) * repeated.num_heads, head)
+                chunk = Chunk((repeated.width,) * repeated.num_heads, head)
                 self._comparer.compare(key, ours, start=start, chunk=chunk, positions=positions)
             return
-        own = None if sizes is None else (sizes, self._layout.index)
-        self._comparer.compare(key, tensor, start=start, chunk=own, positions=positions)
+        if cut is None:
+            self._comparer.compare(key, tensor, start=start, positions=positions)
+            return
+        dim, sizes = cut
+        # Of several parts side by side, each has its own place in the whole.
+        places = range(self._layout.index, len(sizes), self._layout.size)
+        pieces = tensor.split([sizes[place] for place in places], dim)
+        for place, piece in zip(places, pieces, strict=True):
+            chunk = Chunk(sizes, place, dim)
+            self._comparer.compare(key, piece, start=start, chunk=chunk, positions=positions)
 
     def _positions(self, item: Recorded, tensor: Tensor, tokens: TokenRange | None) -> Positions | None:
         """Which positions of whole sequences an output has; None where it has no sequence, or the whole of it.

@@ -107,6 +107,15 @@ _FIRST_MOMENTS = MappingProxyType({"momentum_buffer": "exp_avg"})
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Which chunk of a dim a rank's piece has: number `index` of those of `sizes`."""
+
+    sizes: tuple[int, ...]
+    index: int
+    dim: int = -1
+
+
+@dataclass(frozen=True)
 class Positions:
     """Which positions of a dim a rank's piece has, as of a sequence that is cut over ranks.
 
@@ -172,7 +181,7 @@ class Comparer:
         *,
         start: int = 0,
         divisor: float = 1.0,
-        chunk: tuple[Sequence[int], int] | None = None,
+        chunk: Chunk | None = None,
         positions: Positions | None = None,
     ) -> None:
         """Measure a piece.
@@ -182,7 +191,7 @@ class Comparer:
             actual: the piece: the logical tensor's rows along its batch dim, or flat elements.
             start: first row, or first flat element.
             divisor: what the piece is divided by first.
-            chunk: (sizes, index) where the piece has chunk `index` of the last dim, in any of its rows.
+            chunk: where the piece has a chunk of a dim, in any of its rows.
             positions: where the piece has some positions of a dim, in any of its rows.
         """
         item = self._recorded.get(key)
@@ -190,10 +199,12 @@ class Comparer:
             self.report(key, "the reference has no such tensor")
             return
         actual = _real(actual).cpu()
-        expected, (sizes, part) = self._open(item), chunk or ((1,), 0)
+        expected = self._open(item)
+        sizes, part = ((1,), 0) if chunk is None else (chunk.sizes, chunk.index)
         if chunk is not None:
             first = sum(sizes[:part])
-            expected = expected[..., first : first + sizes[part]]
+            expected = np.moveaxis(expected, chunk.dim, 0)[first : first + sizes[part]]
+            expected = np.moveaxis(expected, 0, chunk.dim)
         num_parts = len(sizes)
         if positions is not None:
             expected, actual = positions.of(expected, actual)
@@ -213,7 +224,8 @@ class Comparer:
                 key,
                 self._rank,
                 start,
-                stop if positions is None or item.batch_dim is not None else item.extent,
+                # Without rows of samples a chunk, or some positions, are all that there is of their part.
+                stop if item.batch_dim is not None or (chunk is None and positions is None) else item.extent,
                 numel=actual.numel(),
                 square_error=sums.square_error,
                 largest_error=sums.largest_error,

@@ -26,7 +26,12 @@ def _random_layout(generator: random.Random) -> tuple[Layout, dict[str, int]]:
     """Two nested or separate cuts (the first uneven unless the second or flat ownership follows), and flat or not."""
     shape = [generator.randint(1, 7) for _ in range(generator.randint(1, 4))]
     axes = {"tp": generator.randint(1, 3), "cp": generator.randint(1, 3), "dp": generator.randint(1, 4)}
-    kind = generator.choice(["uneven", "nested", "flat", "cut and flat"])
+    kind = generator.choice(["uneven", "nested", "flat", "cut and flat", "parts"])
+    if kind == "parts":
+        dim, parts = generator.randrange(len(shape)), generator.randint(2, 3)
+        fused = Cut("tp", dim, _random_sizes(generator, shape[dim], axes["tp"]), parts)
+        shape[dim] *= parts
+        return Layout(tuple(shape), (fused,)), {"tp": axes["tp"]}
     if kind == "flat":
         marks = sorted(generator.randint(0, math.prod(shape)) for _ in range(axes["dp"] - 1))
         intervals = tuple(itertools.pairwise([0, *marks, math.prod(shape)]))
@@ -102,3 +107,18 @@ def test_a_rank_may_hold_nothing() -> None:
 def test_chunks_that_do_not_cover_are_refused() -> None:
     with pytest.raises(AssertionError, match="do not cover dim 0"):
         Layout((6,), (Cut("tp", 0, (3, 2)),)).boxes({"tp": 0})
+
+
+def test_parts_of_a_fused_dim_are_cut_one_by_one():
+    """Rank 1 of 2 has the second head of two in queries, keys and values; of columns, in each row."""
+    rows = Layout((6, 2), (Cut("tp", 0, (1, 1), parts=3),)).boxes({"tp": 1})
+    assert rows == [Box((1, 0), (2, 2), 0), Box((3, 0), (4, 2), 2), Box((5, 0), (6, 2), 4)]
+    columns = Layout((2, 4), (Cut("tp", 1, (1, 1), parts=2),)).boxes({"tp": 0})
+    assert columns == [
+        Box((0, 0), (1, 1), 0),
+        Box((0, 2), (1, 3), 1),
+        Box((1, 0), (2, 1), 2),
+        Box((1, 2), (2, 3), 3),
+    ]
+    nested = (Cut("tp", 0, (1, 1), parts=3), Cut("cp", 0, (2, 1)))
+    assert Layout((6,), nested).boxes({"tp": 1, "cp": 0}) == [Box((1,), (2,), 0), Box((3,), (4,), 1)]

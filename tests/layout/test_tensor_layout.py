@@ -59,17 +59,20 @@ def test_uneven_chunks_are_said_once():
     )
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_runs_are_the_boxes(dim):
+@pytest.mark.parametrize(
+    ("dim", "sizes", "parts"),
+    [(0, (3, 1), 1), (1, (2, 3), 1), (2, (2, 1), 1), (0, (1, 1), 2), (2, (1, 0), 3)],
+)
+def test_runs_are_the_boxes(dim, sizes, parts):
     """Every flat interval of every rank's part, against the boxes of the same cut; together all of the whole."""
-    shape, sizes = [4, 5, 3], [(3, 1), (2, 3), (2, 1)][dim]
-    cut = Cut("tp", dim, sizes)
+    shape = [4, 5, 3]
+    cut = Cut("tp", dim, sizes, parts)
     strides = (15, 3, 1)
     covered = []
     for index in range(2):
         layout = TensorLayout(2, index, {"w": cut})
         local = list(shape)
-        local[dim] = sizes[index]
+        local[dim] = sizes[index] * parts
         assert layout.logical_shape("w", local) == tuple(shape)
         numel = math.prod(local)
         for first, last in itertools.combinations(range(0, numel + 1, 3), 2):
@@ -97,3 +100,16 @@ def test_what_is_not_cut_is_whole_and_counted_by_the_first_rank():
     assert [layout.counts("norm") for layout in layouts] == [True, False]
     assert list(layouts[1].runs("norm", (7,), 2, 5)) == [(2, 2, 5)]
     assert layouts[0].layout("norm", (7,)).boxes({"tp": 1})[0].stop == (7,)
+
+
+def test_an_output_is_cut_where_its_chunks_say():
+    maker = LayoutMaker(2, 1)
+    maker.keeps("fused", (4, 2), parts=3)
+    maker.keeps("up", (5, 3))
+    maker.runs_on((2, 1))
+    layout = maker.finish()
+    assert layout.chunks_of("fused", (7, 18), (7, 6)) == (1, (4, 2, 4, 2, 4, 2))
+    assert layout.chunks_of("activation", (7, 8), (7, 3)) == (1, (5, 3))
+    assert layout.chunks_of("dropout", (7, 3, 9, 9), (7, 1, 9, 9)) == (1, (2, 1))
+    assert layout.chunks_of("norm", (7, 8), (7, 8)) is None
+    assert layout.chunks_of("norm", (3, 7), (1, 7), batch_dim=0) is None
