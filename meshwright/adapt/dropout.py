@@ -191,7 +191,7 @@ class _Scope(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, *args, **(kwargs or {}))
-        if isinstance(func, _OPERATORS) and _is_random(func):
+        if isinstance(func, _OPERATORS) and _is_random(func) and not _drops_nothing(func, args, kwargs or {}):
             return _unmapped(func)(self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -505,6 +505,18 @@ def _is_random(operator: Any) -> bool:
     if isinstance(operator, torch._ops.OpOverloadPacket):
         return any(_is_random(getattr(operator, name)) for name in operator.overloads())
     return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def _drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it would draw for its dropout only, and that is 0, as in a kernel of attention."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    given = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+    return float(given) == 0.0
 
 
 _DROPOUTS: tuple[tuple[Any, Handler], ...] = (

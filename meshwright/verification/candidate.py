@@ -138,7 +138,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
             region=None if engine.tensor_layout is None else engine.tensor_layout.region,
             sequence=None if context is None else context.region,
         )
-    loss = no_samples if groups.is_server else task.loss
+    loss = part = no_samples if groups.is_server else task.loss
     if context is not None:
         state.randomness = in_context(context, state.randomness)
         loss = over_sequences(loss, context)
@@ -148,6 +148,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         state=state,
         batches=Batches(task.train_data, geometry, seed=job.config.train.seed),
         loss=loss,
+        loss_of_part=part,
         num_microbatches=plan.num_microbatches,
         clip_norm=clip_norm,
         again=reruns_of_model(engine.model, plan.recompute, schedules),

@@ -28,6 +28,7 @@ class CandidateRank:
         loss: (model, batch) -> (sum, count).
         num_microbatches: micro-steps of a step; a fault may lower it on every rank.
         clip_norm: limit of the gradient norm; None: no clipping.
+        loss_of_part: the same of a rank's part of each sequence, before `context` puts the cut around it.
         context: computes attention over ranks that share sequences; None: each has them whole.
         again: name of a module to those that run again as wholes when its backward begins (plan.recompute).
     """
@@ -37,6 +38,7 @@ class CandidateRank:
     state: TrainState
     batches: Batches
     loss: Loss
+    loss_of_part: Loss
     num_microbatches: int
     clip_norm: float | None
     again: Mapping[str, Sequence[str]] = field(default_factory=dict)

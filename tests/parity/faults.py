@@ -25,8 +25,10 @@ import torch
 from meshwright.launching.verify import job_of
 from meshwright.layout.plan import TransportName
 from meshwright.layout.policy import POLICY_NAMES, find_policy
+from meshwright.layout.sequence import CpKind
 from meshwright.mesh import MeshSpec
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.models.hf_loss import causal_lm_loss
 from meshwright.testing.faults.registry import SILENT, Injection
 from meshwright.testing.faults.silent import SilentFault, Site
 from meshwright.testing.ranks import RankError
@@ -55,6 +57,30 @@ class Tokens:
         labels = tokens[1:].clone()
         labels[: index % 6] = -100
         return {"tokens": tokens[:-1], "labels": labels}
+
+
+class Packed(Tokens):
+    """Two documents in each sequence, as transformers takes them."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length, end = 11, 3 + index % 5
+        tokens = torch.randint(31, (length,), generator=torch.Generator().manual_seed(index))
+        return {
+            "input_ids": tokens,
+            "position_ids": torch.cat([torch.arange(end), torch.arange(length - end)]),
+        }
+
+
+def make_mistral() -> torch.nn.Module:
+    """A window that reaches over the borders of slices."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3}
+    return MistralForCausalLM(
+        MistralConfig(
+            **sizes, vocab_size=31, num_key_value_heads=3, max_position_embeddings=16, sliding_window=3
+        )
+    )
 
 
 def make_gpt(dropout: float) -> GPT:
@@ -89,6 +115,10 @@ SUBJECTS = {
         Functions(partial(Noisy, normalises=True), loss_of_labels, Rows(SAMPLES)),
         frozenset({*_LABELS, "batch normalisation", "buffers", "dropout", "modes differ"}),
     ),
+    "packed window": Subject(
+        Functions(make_mistral, causal_lm_loss, Packed()),
+        frozenset({*_LANGUAGE, "windows", "documents"} - {"ties"}),
+    ),
     "branches": Subject(
         Functions(partial(Peculiar, branch_above=1.5), two_losses, Rows(SAMPLES)),
         frozenset({"2 samples", "rare parameters", "no dropout"}),
@@ -106,18 +136,23 @@ class Case:
     micro_steps: int
     optimizer: str
     tp: int = 1
+    cp: int = 1
+    kind: CpKind = "ring"
 
     def __str__(self) -> str:
-        tp = f" tp {self.tp}" if self.tp > 1 else ""
-        return f"{self.subject}, {self.policy}x{self.ranks}{tp}, {self.micro_steps} micro-steps, {self.optimizer}"
+        cut = f" tp {self.tp}" if self.tp > 1 else ""
+        cut += f" cp {self.cp} {self.kind}" if self.cp > 1 else ""
+        return f"{self.subject}, {self.policy}x{self.ranks}{cut}, {self.micro_steps} micro-steps, {self.optimizer}"
 
     @property
     def offers(self) -> frozenset[str]:
-        """The needs of faults that it meets; with a server or tp those of them only."""
+        """The needs of faults that it meets; with a server, tp or cp those of them only."""
         if self.policy == "parameter_server":
             return frozenset({"servers"})
         if self.tp > 1:
             return frozenset({"tensor parallelism"})
+        if self.cp > 1:
+            return self._offers_of_cut_sequences()
         sharded = self.policy != "ddp"
         by_plan = {
             "2 ranks": True,
@@ -136,11 +171,26 @@ class Case:
         }
         return SUBJECTS[self.subject].has | {need for need, met in by_plan.items() if met}
 
+    def _offers_of_cut_sequences(self) -> frozenset[str]:
+        """With cut sequences those of them only."""
+        by_kind = {
+            "ring": self.kind == "ring",
+            "zigzag": self.kind in ("ring", "allgather"),
+            "exchanged heads": self.kind == "ulysses" and self.cp == 3 and self.subject.startswith("gpt"),
+            "padding": self.kind != "ulysses" or self.cp == 2,
+            "our batches": self.subject.startswith("gpt"),
+        }
+        kept = {"dropout", "causal attention", "windows", "documents"} & SUBJECTS[self.subject].has
+        return frozenset({"2 ranks", "cut sequences", *kept, *(need for need, met in by_kind.items() if met)})
 
+
+# Without those that only cut sequences need.
+UNCUT = tuple(subject for subject in SUBJECTS if subject != "packed window")
+KINDS: tuple[CpKind, ...] = ("ring", "ulysses", "allgather")
 CASES = (
     tuple(
         Case(subject, policy, ranks, micro_steps, optimizer)
-        for subject in SUBJECTS
+        for subject in UNCUT
         for policy in POLICY_NAMES
         for ranks in (2, 3, 4)
         for micro_steps in (1, 2)
@@ -148,7 +198,7 @@ CASES = (
     )
     + tuple(
         Case(subject, "parameter_server", ranks, micro_steps, "adamw")
-        for subject in SUBJECTS
+        for subject in UNCUT
         for ranks in (3, 4)
         for micro_steps in (1, 2)
     )
@@ -159,13 +209,21 @@ CASES = (
         for ranks, tp in ((1, 2), (1, 3), (2, 2))
         for micro_steps in (1, 2)
     )
+    + tuple(
+        Case(subject, policy, ranks, 2, "adamw", cp=cp, kind=kind)
+        for subject in ("gpt", "gpt without dropout", "packed window")
+        for policy in ("ddp", "zero3")
+        for ranks, cp in ((2, 2), (3, 3), (4, 2))
+        for kind in KINDS
+    )
 )
 
 
 def cases_of(fault: SilentFault) -> list[Case]:
     """All cases that have what the fault breaks, in an order drawn from its name."""
     cases = [case for case in CASES if case.offers.issuperset(fault.needs)]
-    cases = [case for case in cases if ("servers" in case.offers) == ("servers" in fault.needs)]
+    for own in ("servers", "tensor parallelism", "cut sequences"):
+        cases = [case for case in cases if (own in case.offers) == (own in fault.needs)]
     random.Random(fault.name).shuffle(cases)
     return cases
 
@@ -230,10 +288,11 @@ class Runner:
 
     def _plan(self, prepared: Prepared, case: Case) -> Any:
         servers = int(case.policy == "parameter_server")
-        workers = case.ranks - servers
+        workers = (case.ranks - servers) // case.cp
         return replace(
             prepared.job.plan,
-            mesh=MeshSpec.of(dp_shard=workers, tp=case.tp),
+            mesh=MeshSpec.of(dp_shard=workers, cp=case.cp, tp=case.tp),
+            cp_kind=case.kind,
             policy=find_policy(case.policy, bucket_bytes=BUCKET_BYTES),
             transport=self.transport,
             micro_batch=-(-GLOBAL_BATCH // (case.micro_steps * workers)),

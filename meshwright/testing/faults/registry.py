@@ -14,6 +14,7 @@ from meshwright.testing.faults import (
     norms,
     reductions,
     samples,
+    sequences,
     servers,
     tensor,
     updates,
@@ -30,6 +31,7 @@ _ALL = (
     *samples.FAULTS,
     *servers.FAULTS,
     *tensor.FAULTS,
+    *sequences.FAULTS,
 )
 SILENT: Mapping[str, SilentFault] = MappingProxyType({fault.name: fault for fault in _ALL})
 

@@ -124,6 +124,10 @@ def _is_adam(candidate: CandidateRank) -> bool:
     return candidate.state.optimizer.name in ("adam", "adamw")
 
 
+def _kind(candidate: CandidateRank) -> str:
+    return "" if candidate.context is None else candidate.context.kind
+
+
 def _samples_of_each_rank(candidate: CandidateRank) -> int:
     geometry = candidate.batches.geometry
     return geometry.global_batch // geometry.num_microbatches // geometry.dp_size
@@ -159,6 +163,14 @@ NEEDS: Mapping[str, Need] = MappingProxyType(
         "causal attention": Need("attention with a causal mask"),
         "sequences": Need("labels along a sequence"),
         "unequal labels": Need("unequal numbers of ignored labels, in a batch that is a dict"),
+        "cut sequences": Need("plan.cp", lambda c: c.context is not None),
+        "ring": Need("plan.cp_kind ring", lambda c: _kind(c) == "ring"),
+        "zigzag": Need("plan.cp_kind ring or allgather", lambda c: _kind(c) in ("ring", "allgather")),
+        "exchanged heads": Need("plan.cp_kind ulysses with even heads", lambda c: _kind(c) == "ulysses"),
+        "padding": Need("sequences that cp does not divide"),
+        "our batches": Need("a batch of tokens and labels"),
+        "windows": Need("a sliding window"),
+        "documents": Need("packed documents"),
         "rare parameters": Need("parameters that only some ranks' samples use"),
     }
 )
