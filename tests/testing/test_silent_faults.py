@@ -67,13 +67,19 @@ def chosen():
                 break
 
 
+def of_cut_sequences():
+    """What no cheap model above can have."""
+    for name, kind in (("gradients_not_sent_home", "ring"), ("order_mistaken", "allgather")):
+        yield pytest.param(name, Case("gpt without dropout", "ddp", 2, 2, "adamw", cp=2, kind=kind), id=name)
+
+
 @pytest.fixture(scope="module")
 def runner(ranks, tmp_path_factory):
     with Verifier(ranks) as verifier:
         yield Runner(verifier, tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize(("name", "case"), list(chosen()))
+@pytest.mark.parametrize(("name", "case"), [*chosen(), *of_cut_sequences()])
 def test_a_fault_is_caught_and_named(runner, name, case):
     trial = runner.trial(name, case, seed=1)
     assert trial.is_right, trial.describe()

@@ -50,7 +50,7 @@ def _change_part(
 # Batches.
 
 
-def _labels_shifted_twice(candidate: CandidateRank, _site: Site) -> None:
+def _labels_shifted_before_the_cut(candidate: CandidateRank, _site: Site) -> None:
     plain = candidate.loss
 
     def again(model: Any, batch: Any) -> tuple[Tensor, Any]:
@@ -202,12 +202,12 @@ def _heads_in_another_order(candidate: CandidateRank, _site: Site) -> None:
 _CUT = ("2 ranks", "cut sequences")
 FAULTS = (
     SilentFault(
-        name="labels_shifted_twice",
+        name="labels_shifted_before_the_cut",
         theme="context parallel",
         description="labels that are shifted already are shifted once more before the cut",
         source="modelscope/ms-swift#9977",
         expected=("loss",),
-        inject=_labels_shifted_twice,
+        inject=_labels_shifted_before_the_cut,
         needs=(*_CUT, "our batches"),
     ),
     SilentFault(
