@@ -72,7 +72,9 @@ def atomic_parts(graph: TaskGraph) -> Atomic:
     """
     numbers = {i: k for k, i in enumerate(i for i, task in enumerate(graph.tasks) if not task.is_constant)}
     if not numbers:
-        raise PlanError("E274", f"{graph.name} has no task that depends on its batch: there is nothing to cut")
+        raise PlanError(
+            "E274", f"{graph.name} has no task that depends on its batch: there is nothing to cut"
+        )
     needs: dict[int, dict[int, None]] = {}  # constant task to the parts that need it
     sent: dict[str, dict[int, None]] = {}
     reads: dict[str, dict[int, None]] = {}

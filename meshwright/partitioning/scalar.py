@@ -74,7 +74,10 @@ class _Faithful:
         return () if end is None else end.choices
 
     def _best(
-        self, table: dict[tuple[int, int], _State], memory: dict[int, list[list[float]]], place: tuple[int, int, int]
+        self,
+        table: dict[tuple[int, int], _State],
+        memory: dict[int, list[list[float]]],
+        place: tuple[int, int, int],
     ) -> tuple[_State | None, bool]:
         """The state at (stage, blocks, devices), and whether a rule about devices left anything out."""
         stage, stop, used = place
@@ -104,7 +107,10 @@ class _Faithful:
         total = before.total + forward + backward
         if self._problem.objective == "maxf+maxb":
             value = max(forward, before.forward) + max(backward, before.backward)
-            kept = (max(self._work[q][0][at][stop], before.forward), max(self._work[q][1][at][stop], before.backward))
+            kept = (
+                max(self._work[q][0][at][stop], before.forward),
+                max(self._work[q][1][at][stop], before.backward),
+            )
         else:
             kept = (max(forward + backward, before.forward), 0.0)
             value = kept[0]
@@ -113,9 +119,10 @@ class _Faithful:
         return _State(max(value, before.value), *kept, total, (*before.choices, choice))
 
 
-def first_feasible(problem: Problem) -> tuple[Choice, ...]:
+def best_scalar(problem: Problem) -> tuple[Choice, ...]:
     """The best over all allowed numbers of stages, by the objective as it really is."""
-    costs, best, value = StageCosts(problem), (), math.inf
+    costs, value = StageCosts(problem), math.inf
+    best: tuple[Choice, ...] = ()
     for num_stages in range(problem.stages[0], problem.stages[1] + 1):
         found = solve_scalar(problem, num_stages)
         if found and costs.value(found) < value:

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 _TINY = 1e-12
 
 
-def cheapest_cuts(seconds: Sequence[float], live_bytes: Sequence[float], *, longest: float) -> tuple[int, ...]:
+def cheapest_cuts(
+    seconds: Sequence[float], live_bytes: Sequence[float], *, longest: float
+) -> tuple[int, ...]:
     """Where blocks start, 0 first; of equal sums the one with fewer cuts, then with later ones.
 
     Args:

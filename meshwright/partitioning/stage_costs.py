@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from meshwright.partitioning.chain import Chain, Routing, Table
 
 Objective = Literal["maxf+maxb", "maxfb", "1f1b"]
@@ -62,6 +64,7 @@ class Problem:
         sharded: bytes of state that are cut over a stage's replicas.
         routing: of tensors that skip stages.
         forbidden: cuts that are not allowed.
+        most_gradient_seconds: a stage whose all-reduce of gradients takes longer is not allowed.
     """
 
     shares: Mapping[int, Chain] = field(hash=False)
@@ -75,6 +78,7 @@ class Problem:
     sharded: float = 0.0
     routing: Routing = "relay"
     forbidden: frozenset[int] = frozenset()
+    most_gradient_seconds: float = math.inf
 
     @property
     def num_blocks(self) -> int:
@@ -141,8 +145,19 @@ class StageCosts:
         forward = chain.forward / speed
         return forward, chain.backward / speed + (forward if self.problem.recompute else 0.0)
 
+    def gradient_seconds(self, replicas: int) -> Table:
+        """Of a stage's all-reduce on a ring, at the slowest bandwidth of all groups."""
+        slowest = min(group.bandwidth for group in self.problem.groups)
+        return 2 * (replicas - 1) / replicas * self.problem.shares[replicas].params / slowest
+
     def memory(self, replicas: int, num_after: int) -> Table:
-        """Bytes of a device of a stage that `num_after` stages follow."""
+        """Bytes of a device of a stage that `num_after` stages follow; infinite where its gradients take too long."""
+        if self.problem.most_gradient_seconds < math.inf:
+            too_long = self.gradient_seconds(replicas) > self.problem.most_gradient_seconds
+            return np.where(too_long, math.inf, self._memory(replicas, num_after))
+        return self._memory(replicas, num_after)
+
+    def _memory(self, replicas: int, num_after: int) -> Table:
         problem, chain = self.problem, self.problem.shares[replicas]
         states = chain.params * (problem.resident + problem.sharded / replicas)
         in_flight = problem.num_microbatches

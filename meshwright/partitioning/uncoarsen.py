@@ -47,7 +47,9 @@ def _targets(blocks: Level, finer: Level, number: int) -> list[int]:
         return []
     after = {(n, blocks.block_of[finer.blocks[n][0]]) for n in finer.successors[number]}
     before = {
-        (n, blocks.block_of[finer.blocks[n][0]]) for n, following in enumerate(finer.successors) if number in following
+        (n, blocks.block_of[finer.blocks[n][0]])
+        for n, following in enumerate(finer.successors)
+        if number in following
     }
     leaving = {block for _, block in after} - {source}
     coming = {block for _, block in before} - {source}

@@ -18,12 +18,16 @@ def live_bytes(chain: Chain, cut: int) -> float:
 def traffic(problem: Problem, chain: Chain, first: int, stop: int) -> tuple[float, float]:
     if problem.routing == "relay":
         return live_bytes(chain, first), live_bytes(chain, stop)
-    received = sum(v.bytes for v in chain.carried if v.producer < first and any(first <= c < stop for c in v.consumers))
+    received = sum(
+        v.bytes for v in chain.carried if v.producer < first and any(first <= c < stop for c in v.consumers)
+    )
     sent = sum(v.bytes for v in chain.carried if first <= v.producer < stop <= max(v.consumers))
     return received, sent
 
 
-def stage(problem: Problem, first: int, stop: int, devices: int, place: tuple[int, int]) -> tuple[float, ...] | None:
+def stage(
+    problem: Problem, first: int, stop: int, devices: int, place: tuple[int, int]
+) -> tuple[float, ...] | None:
     """Seconds of forward, of backward, and bytes over the memory; `place`: group, stages after it."""
     whole, kind = problem.shares[1], problem.groups[place[0]]
     received, sent = traffic(problem, whole, first, stop)
@@ -62,9 +66,10 @@ def plans(problem: Problem) -> Iterator[tuple[list[tuple[int, int, int, int]], l
                     continue
                 edges = (0, *cuts, n)
                 chosen = [(edges[i], edges[i + 1], replicas[i], owner[ends[i] - 1]) for i in range(num)]
-                yield chosen, [
-                    stage(problem, a, b, q, (g, num - 1 - i)) for i, (a, b, q, g) in enumerate(chosen)
-                ]
+                yield (
+                    chosen,
+                    [stage(problem, a, b, q, (g, num - 1 - i)) for i, (a, b, q, g) in enumerate(chosen)],
+                )
 
 
 def best(problem: Problem) -> tuple[float, float]:

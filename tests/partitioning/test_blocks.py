@@ -85,7 +85,9 @@ def test_random_graphs_stay_acyclic_and_whole():
     for _ in range(60):
         n = rng.randint(6, 30)
         carried = [
-            Carried(i, tuple(sorted(rng.sample(range(i + 1, n), rng.randint(1, min(3, n - i - 1))))), rng.random())
+            Carried(
+                i, tuple(sorted(rng.sample(range(i + 1, n), rng.randint(1, min(3, n - i - 1))))), rng.random()
+            )
             for i in range(n - 1)
         ]
         seconds = [rng.choice([1, 1, 2, 30]) for _ in range(n)]

@@ -16,14 +16,19 @@ from meshwright.partitioning.stage_costs import Group, Problem, StageCosts
 from tests.partitioning.brute import best, random_problem
 
 
-def problem(forward, backward, stages, devices, *, output=0.0, params=0.0, memory=math.inf, **rules) -> Problem:
+def problem(
+    forward, backward, stages, devices, *, output=0.0, params=0.0, memory=math.inf, **rules
+) -> Problem:
     n = len(forward)
     outputs = output if isinstance(output, list) else [output] * n
     weights = params if isinstance(params, list) else [params] * n
     blocks = [Block(f, b, p, 0.0, o) for f, b, p, o in zip(forward, backward, weights, outputs, strict=True)]
     bandwidth = rules.pop("bandwidth", math.inf)
     return Problem(
-        shares_of(chain_of(blocks), devices), (Group(devices, 1.0, memory, bandwidth),), (stages, stages), **rules
+        shares_of(chain_of(blocks), devices),
+        (Group(devices, 1.0, memory, bandwidth),),
+        (stages, stages),
+        **rules,
     )
 
 
@@ -53,7 +58,9 @@ def test_g3_messages_count_on_both_sides(cut, value):
     assert solve_exact(given).value == 38
 
 
-@pytest.mark.parametrize(("replicas", "value", "plan"), [("any", 20, ((1,), (1, 3))), ("pow2", 30, ((1,), (2, 2)))])
+@pytest.mark.parametrize(
+    ("replicas", "value", "plan"), [("any", 20, ((1,), (1, 3))), ("pow2", 30, ((1,), (2, 2)))]
+)
 def test_g4_memory_forces_the_cut(replicas, value, plan):
     given = problem(
         [4, 4, 8, 8], [8, 8, 16, 16], 2, 4, params=[10.0, 1.0, 1.0, 1.0], memory=10, replicas=replicas
@@ -124,7 +131,10 @@ def test_more_never_hurts_and_scale_does_not_matter():
     for _ in range(100):
         given = random_problem(rng)
         value = solve_exact(given).value
-        richer = [dataclasses.replace(g, memory_bytes=2 * g.memory_bytes, bandwidth=2 * g.bandwidth) for g in given.groups]
+        richer = [
+            dataclasses.replace(g, memory_bytes=2 * g.memory_bytes, bandwidth=2 * g.bandwidth)
+            for g in given.groups
+        ]
         assert solve_exact(dataclasses.replace(given, groups=tuple(richer))).value <= value * (1 + 1e-9)
         slower = [dataclasses.replace(g, speed=g.speed / 4, bandwidth=g.bandwidth / 4) for g in given.groups]
         scaled = solve_exact(dataclasses.replace(given, groups=tuple(slower)))
@@ -140,7 +150,7 @@ def test_a_block_in_two_halves_is_never_worse():
         twice = [half for half in halves for _ in range(2)]
         given = dataclasses.replace(problem(whole, whole, 1, devices), stages=(1, n))
         finer = dataclasses.replace(problem(twice, twice, 1, devices), stages=(1, n))
-        assert solve_exact(finer).value <= solve_exact(given).value
+        assert solve_exact(finer).value <= solve_exact(given).value * (1 + 1e-12)
 
 
 def test_a_search_that_is_stopped_gives_a_proven_bound():
@@ -165,12 +175,15 @@ def test_a_search_of_all_stage_counts_is_the_best_of_each():
     rng = random.Random(8)
     for _ in range(50):
         given = random_problem(rng)
-        each = [solve_exact(dataclasses.replace(given, stages=(s, s))).value for s in range(given.stages[0], given.stages[1] + 1)]
+        each = [
+            solve_exact(dataclasses.replace(given, stages=(s, s))).value
+            for s in range(given.stages[0], given.stages[1] + 1)
+        ]
         assert solve_exact(given).value == pytest.approx(min(each), rel=1e-9)
 
 
 def test_faithful_shortfalls_on_random_cases():
-    """RaNNC's recurrence loses on some cases where forward and backward are not proportional, and on none where they are."""
+    """RaNNC's recurrence loses on some cases, and on none where backward is proportional to forward."""
     rng = random.Random(0)
     worse, worst = 0, 1.0
     for case in range(300):

@@ -1,0 +1,199 @@
+"""Costs of a captured model: seconds by a roofline, bytes from the graph, as chains of blocks at any samples.
+
+Owns the way from a task graph to what the algorithms take. Must not know how blocks are chosen, nor torch.
+A task takes the longer of its products at peak and its bytes at memory bandwidth, and a fixed time to start. Backward
+has its own products and moves twice the bytes. Measured seconds of parts can stand in their place.
+Simplifications: what autograd keeps is charged to the first task that keeps it; views of one storage that cross a cut
+count together, at most the whole storage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.errors import PlanError
+from meshwright.graph.task_graph import TaskGraph
+from meshwright.partitioning.atomic import Atomic, atomic_parts
+from meshwright.partitioning.chain import Block, Carried, Chain, Tie
+from meshwright.partitioning.levels import Level, single_parts
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device as three numbers.
+
+    Attributes:
+        flops_per_second: that products reach.
+        bytes_per_second: of its memory.
+        task_seconds: to start a task.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    task_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """Of each part at some samples: seconds of forward and backward, bytes kept for backward."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    kept: tuple[float, ...]
+
+
+# (samples) -> costs of each part
+Measured = Callable[[int], PartCosts]
+
+
+class GraphCosts:
+    """A graph with its atomic parts, priced."""
+
+    def __init__(
+        self, graph: TaskGraph, roofline: Roofline, *, sequence: int = 0, measured: Measured | None = None
+    ) -> None:
+        """Take a graph.
+
+        Args:
+            graph: captured, with costs.
+            roofline: of the devices.
+            sequence: positions; 0: as captured.
+            measured: costs of parts instead of the roofline's.
+
+        Raises:
+            PlanError: E273 for a graph that does not show how tensors travel, E274 for one that nothing depends on.
+        """
+        if graph.source == "modules":
+            raise PlanError(
+                "E273",
+                f"{graph.name} could be read module by module only, which does not show where tensors come from, so it "
+                f"cannot be cut: {'; '.join(graph.notes)}",
+            )
+        self.graph = graph
+        self.atomic: Atomic = atomic_parts(graph)
+        self._roofline, self._measured = roofline, measured
+        self._sequence = sequence or graph.sequence
+        self._made: dict[int, PartCosts] = {}
+
+    def parts(self, samples: int) -> PartCosts:
+        """Costs of each part."""
+        if samples not in self._made:
+            self._made[samples] = self._measured(samples) if self._measured else self._roofline_costs(samples)
+        return self._made[samples]
+
+    @cached_property
+    def parts_level(self) -> Level:
+        """Every part a block; bytes are of as many samples as at capture."""
+        return single_parts(len(self.atomic.parts), self.carried(self.graph.batch))
+
+    def carried(self, samples: int) -> tuple[Carried, ...]:
+        """Tensors between parts; views of one storage together."""
+        groups: dict[str, list[tuple[int, tuple[int, ...], float]]] = {}
+        at, scale = self._sizes(samples)
+        for sent in self.atomic.sent:
+            if sent.consumers:
+                value = self.graph.value[sent.value]
+                groups.setdefault(value.storage or value.name, []).append(
+                    (sent.producer, sent.consumers, value.bytes(*at) * scale)
+                )
+        found = []
+        for storage, values in groups.items():
+            whole = self.graph.value[storage].bytes(*at) * scale
+            first = min(producer for producer, _, _ in values)
+            readers = sorted({reader for _, consumers, _ in values for reader in consumers} - {first})
+            found.append(Carried(first, tuple(readers), min(whole, sum(size for _, _, size in values))))
+        return tuple(found)
+
+    def chain(self, level: Level, samples: int) -> Chain:
+        """The blocks of a level, of whatever parts, at so many samples on one device."""
+        costs, block_of = self.parts(samples), level.block_of
+        params, ties = self._params(level)
+        blocks = tuple(
+            Block(
+                sum(costs.forward[part] for part in members),
+                sum(costs.backward[part] for part in members),
+                params[number],
+                sum(costs.kept[part] for part in members),
+                name=self.label(members),
+            )
+            for number, members in enumerate(level.blocks)
+        )
+        carried = []
+        for value in self.carried(samples):
+            source = block_of[value.producer]
+            readers = sorted({block_of[reader] for reader in value.consumers} - {source})
+            if readers:
+                carried.append(Carried(source, tuple(readers), value.bytes))
+        return Chain(blocks, tuple(carried), ties)
+
+    def label(self, members: tuple[int, ...]) -> str:
+        """First and last module of some parts."""
+        ends = [self.graph.tasks[self.atomic.parts[part].task] for part in (members[0], members[-1])]
+        names = [task.path or task.op for task in ends]
+        return names[0] if names[0] == names[1] else f"{names[0]} .. {names[1]}"
+
+    def _sizes(self, samples: int) -> tuple[tuple[int, int], float]:
+        """Sizes to evaluate at, and the share of them that is wanted where the batch is fixed."""
+        if "batch" in self.graph.free:
+            return (samples, self._sequence), 1.0
+        return (self.graph.batch, self._sequence), samples / self.graph.batch
+
+    def _roofline_costs(self, samples: int) -> PartCosts:
+        at, scale = self._sizes(samples)
+        start = self._roofline.task_seconds
+        forward: list[float] = []
+        backward: list[float] = []
+        kept: list[float] = []
+        seen: set[str] = set()
+        for part in self.atomic.parts:
+            sums = [0.0, 0.0, 0.0]
+            for number in (*part.constants, part.task):
+                task = self.graph.tasks[number]
+                moved = (task.read_bytes(*at) + task.written_bytes(*at)) * scale
+                sums[0] += max(self._products(task.flops(*at) * scale), self._bytes(moved)) + start
+                if not task.is_detached:
+                    sums[1] += (
+                        max(self._products(task.backward_flops(*at) * scale), self._bytes(2 * moved)) + start
+                    )
+                own = [self.graph.value[name].storage or name for name in task.saved]
+                fresh = [storage for storage in dict.fromkeys(own) if storage not in seen]
+                seen.update(fresh)
+                values = (self.graph.value[storage] for storage in fresh)
+                tensors = sum(v.bytes(*at) for v in values if v.kind not in ("parameter", "buffer"))
+                sums[2] += (task.saved_bytes(*at) + tensors) * scale
+            for total, line in zip(sums, (forward, backward, kept), strict=True):
+                line.append(total)
+        return PartCosts(tuple(forward), tuple(backward), tuple(kept))
+
+    def _products(self, flops: float) -> float:
+        return flops / self._roofline.flops_per_second
+
+    def _bytes(self, count: float) -> float:
+        return count / self._roofline.bytes_per_second
+
+    def _params(self, level: Level) -> tuple[list[float], tuple[Tie, ...]]:
+        """Bytes of the weights of each block alone, and those that several blocks read."""
+        readers: dict[str, set[int]] = {}
+        for number, part in enumerate(self.atomic.parts):
+            for task in (*part.constants, part.task):
+                for name in self.graph.tasks[task].inputs:
+                    value = self.graph.value[name]
+                    if value.kind == "parameter":
+                        readers.setdefault(value.storage or name, set()).add(level.block_of[number])
+        own, ties = [0.0] * len(level.blocks), []
+        for storage, blocks in readers.items():
+            value = self.graph.value[storage]
+            size = float(value.bytes(0, 0))
+            if len(blocks) == 1:
+                own[min(blocks)] += size
+            else:
+                ties.append(Tie(tuple(sorted(blocks)), size, value.path or storage))
+        return own, tuple(ties)
+
+
+def contiguous(starts: tuple[int, ...], num_parts: int) -> tuple[tuple[int, ...], ...]:
+    """Blocks of neighbouring parts, from where they start."""
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise((*starts, num_parts)))
