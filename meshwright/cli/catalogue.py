@@ -489,6 +489,38 @@ CATALOGUE = (
         "Leave the other key out, or set plan.cp = 1.",
     ),
     CodeEntry(
+        "E270",
+        "no plan of stages fits in memory",
+        "All ways to cut the model into stages were considered; in the best of them a device still lacks memory. The "
+        "message says how much.",
+        "More memory or devices, more stages (--stages), more micro-batches, or --recompute.",
+    ),
+    CodeEntry(
+        "E271",
+        "stages, replicas or micro-batches that cannot be",
+        "Each stage has at least one block and one device, all devices are used, and micro-batches divide the batch.",
+        "Take the numbers in the message, or leave --stages, --replicas and --microbatches out.",
+    ),
+    CodeEntry(
+        "E272",
+        "a file of blocks cannot be read",
+        "The file is no JSON object with a list of blocks, each with forward and backward in seconds, and edges from "
+        "a block to a later one.",
+        "The message names the block or edge; docs/partition.md shows the format.",
+    ),
+    CodeEntry(
+        "E273",
+        "a model cannot be cut",
+        "It could only be captured module by module, which does not show where tensors come from.",
+        "The message says why torch.export and torch.fx could not read it; mend that, or give blocks as a file.",
+    ),
+    CodeEntry(
+        "E274",
+        "nothing in a model depends on its batch",
+        "Every task of the graph is constant, so there is no work to divide.",
+        "Capture the model with the loss that reads the batch.",
+    ),
+    CodeEntry(
         "E290",
         "a model whose tensor-parallel layout cannot be derived",
         "No layout is known for the model by its names, so it would be derived from its graph, and torch.export cannot "
@@ -797,6 +829,18 @@ CATALOGUE = (
         "needs all of their outputs or inputs at once, or they are small. Every rank computes all of them; the run is "
         "exact.",
         "Nothing is wrong. A layer that its own code multiplies (x @ self.w) can be cut where it is an nn.Linear.",
+    ),
+    CodeEntry(
+        "W270",
+        "a search of stages was stopped",
+        "The plan may not be the best; the gap says by how much it can be above it at most.",
+        "Fewer blocks, or a narrower range of stages.",
+    ),
+    CodeEntry(
+        "W271",
+        "RaNNC's plan is not the best",
+        "Its recurrence keeps one plan a state, and one that is worse now can be better later.",
+        "Leave out --compat rannc.",
     ),
     CodeEntry(
         "W401",

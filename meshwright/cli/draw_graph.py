@@ -20,7 +20,7 @@ def draw_graph(source: str, sizes: tuple[int, int], *, json: bool) -> tuple[str,
     """Text, SVG or JSON, and figures of a model."""
     if min(sizes) < 1:
         raise ConfigError("E109", f"--batch {sizes[0]} --sequence {sizes[1]}: each is at least 1")
-    made = _read_graph(source, sizes)
+    made = read_graph(source, sizes)
     batch = sizes[0] if "batch" in made.free else made.batch
     sequence = sizes[1] if "sequence" in made.free else made.sequence
     sizes = (batch, sequence)
@@ -43,8 +43,12 @@ def draw_graph(source: str, sizes: tuple[int, int], *, json: bool) -> tuple[str,
     return as_text(made, *sizes), to_json(made) if json else as_svg(made, *sizes), facts
 
 
-def _read_graph(source: str, sizes: tuple[int, int]) -> TaskGraph:
-    """From a file, or captured."""
+def read_graph(source: str, sizes: tuple[int, int]) -> TaskGraph:
+    """From a file, or captured.
+
+    Raises:
+        ConfigError: E100, E130 to E138 for what cannot be read or captured.
+    """
     path = Path(source)
     if path.suffix in (".json", ".onnx") and not path.is_file():
         raise ConfigError("E100", f"--graph {source}: there is no such file")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import ckpt, config, demo, doctor, draw, explain, launch, learn, train, verify
+from meshwright.cli import ckpt, config, demo, doctor, draw, explain, launch, learn, partition, train, verify
 from meshwright.cli.output import print_error
 from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, MeshwrightError
 
@@ -48,6 +48,7 @@ app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(config.app, name="config")
 app.add_typer(launch.app, name="launch")
 app.command(name="draw")(draw.draw)
+app.command(name="partition")(partition.partition)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="learn")(learn.learn)
 app.command(name="explain")(explain.explain)

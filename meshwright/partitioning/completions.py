@@ -21,7 +21,8 @@ _MOST_STEPS = 150_000_000
 class Completions:
     """Tables of one problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, layered: bool = False) -> None:
+        """`layered`: the tables know how many stages follow; tighter, and as often as many stages longer to make."""
         self.problem = problem
         self._costs = StageCosts(problem)
         self._sums = problem.objective == "1f1b"
@@ -31,7 +32,7 @@ class Completions:
         n, devices, most = problem.num_blocks, problem.num_devices, problem.stages[1]
         limited = problem.stages[0] > 1 or most < min(n, devices)
         steps = most * devices * len(problem.replica_counts) * (n + 1) ** 2
-        self.is_layered = (limited or self._memory_by_place) and steps < _MOST_STEPS
+        self.is_layered = layered and (limited or self._memory_by_place) and steps < _MOST_STEPS
         self._tables = self._layered() if self.is_layered else [self._alike()]
 
     def stage(self, replicas: int, group: int, num_after: int) -> tuple[Table, Table]:
@@ -46,7 +47,8 @@ class Completions:
                 "1f1b": (both, both),
             }[self.problem.objective]
             capacity = self.problem.groups[group].memory_bytes
-            refused = self._costs.memory(replicas, key[2]) > capacity
+            memory = self._costs.memory(replicas, key[2])
+            refused = (memory > capacity) | np.isinf(memory)
             refused |= np.arange(len(refused))[:, None] >= np.arange(len(refused))[None, :]
             refused[sorted(self.problem.forbidden)] = True
             self._stages[key] = (np.where(refused, math.inf, first), np.where(refused, math.inf, second))

@@ -13,6 +13,7 @@ Order among equal plans: fewer stages, then fewer devices in later stages, then 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from meshwright.partitioning.completions import Completions
 from meshwright.partitioning.stage_costs import Choice, Problem
 
 MOST_STATES = 100_000
+# After so many with loose bounds, tighter ones are worth their tables.
+_FEW_STATES = 2_000
 # Of the bound: the first target is the bound itself, but for rounding.
 _TARGETS = (1 + 1e-9, 1.01, 1.03, 1.08, 1.2, 1.5, 2.5, math.inf)
 _ROUNDING = 1e-12
@@ -54,7 +57,14 @@ class Found:
 
 def solve_exact(problem: Problem, *, most_states: int = MOST_STATES) -> Found:
     """The best stages, or the proven bound."""
-    tables = Completions(problem)
+    quick = _solve(Completions(problem), min(most_states, _FEW_STATES))
+    if quick.bound == quick.value:
+        return quick
+    found = _solve(Completions(problem, layered=True), most_states)
+    return dataclasses.replace(found, bound=max(found.bound, quick.bound))
+
+
+def _solve(tables: Completions, most_states: int) -> Found:
     bound = proven = tables.bound()
     visited = 0
     for factor in _TARGETS if bound < math.inf else ():

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.errors import PlanError
+from meshwright.graph.formula import Formula, total
 from meshwright.graph.task_graph import TaskGraph
-from meshwright.partitioning.atomic import Atomic, atomic_parts
+from meshwright.partitioning.atomic import Atomic, Sent, atomic_parts
 from meshwright.partitioning.chain import Block, Carried, Chain, Tie
 from meshwright.partitioning.levels import Level, single_parts
 
@@ -91,20 +92,25 @@ class GraphCosts:
 
     def carried(self, samples: int) -> tuple[Carried, ...]:
         """Tensors between parts; views of one storage together."""
-        groups: dict[str, list[tuple[int, tuple[int, ...], float]]] = {}
         at, scale = self._sizes(samples)
+        return tuple(
+            Carried(producer, readers, min(whole(*at), sum(size(*at) for size in sizes)) * scale)
+            for producer, readers, whole, sizes in self._travelling
+        )
+
+    @cached_property
+    def _travelling(self) -> tuple[tuple[int, tuple[int, ...], Formula, tuple[Formula, ...]], ...]:
+        """Producer, readers, bytes of the storage, and bytes of each value that travels."""
+        groups: dict[str, list[Sent]] = {}
         for sent in self.atomic.sent:
             if sent.consumers:
-                value = self.graph.value[sent.value]
-                groups.setdefault(value.storage or value.name, []).append(
-                    (sent.producer, sent.consumers, value.bytes(*at) * scale)
-                )
+                groups.setdefault(self.graph.value[sent.value].storage or sent.value, []).append(sent)
         found = []
         for storage, values in groups.items():
-            whole = self.graph.value[storage].bytes(*at) * scale
-            first = min(producer for producer, _, _ in values)
-            readers = sorted({reader for _, consumers, _ in values for reader in consumers} - {first})
-            found.append(Carried(first, tuple(readers), min(whole, sum(size for _, _, size in values))))
+            first = min(sent.producer for sent in values)
+            readers = sorted({reader for sent in values for reader in sent.consumers} - {first})
+            sizes = tuple(self.graph.value[sent.value].bytes for sent in values)
+            found.append((first, tuple(readers), self.graph.value[storage].bytes, sizes))
         return tuple(found)
 
     def chain(self, level: Level, samples: int) -> Chain:
@@ -147,7 +153,7 @@ class GraphCosts:
         forward: list[float] = []
         backward: list[float] = []
         kept: list[float] = []
-        seen: set[str] = set()
+        kept_of = self._kept
         for part in self.atomic.parts:
             sums = [0.0, 0.0, 0.0]
             for number in (*part.constants, part.task):
@@ -158,15 +164,23 @@ class GraphCosts:
                     sums[1] += (
                         max(self._products(task.backward_flops(*at) * scale), self._bytes(2 * moved)) + start
                     )
-                own = [self.graph.value[name].storage or name for name in task.saved]
-                fresh = [storage for storage in dict.fromkeys(own) if storage not in seen]
-                seen.update(fresh)
-                values = (self.graph.value[storage] for storage in fresh)
-                tensors = sum(v.bytes(*at) for v in values if v.kind not in ("parameter", "buffer"))
-                sums[2] += (task.saved_bytes(*at) + tensors) * scale
-            for total, line in zip(sums, (forward, backward, kept), strict=True):
-                line.append(total)
+                sums[2] += kept_of[number](*at) * scale
+            for seconds, line in zip(sums, (forward, backward, kept), strict=True):
+                line.append(seconds)
         return PartCosts(tuple(forward), tuple(backward), tuple(kept))
+
+    @cached_property
+    def _kept(self) -> tuple[Formula, ...]:
+        """Of each task, bytes that it is the first to keep."""
+        seen: set[str] = set()
+        found = []
+        for task in self.graph.tasks:
+            own = dict.fromkeys(self.graph.value[name].storage or name for name in task.saved)
+            fresh = [self.graph.value[storage] for storage in own if storage not in seen]
+            seen.update(own)
+            tensors = [value.bytes for value in fresh if value.kind not in ("parameter", "buffer")]
+            found.append(total([task.saved_bytes, *tensors]))
+        return tuple(found)
 
     def _products(self, flops: float) -> float:
         return flops / self._roofline.flops_per_second

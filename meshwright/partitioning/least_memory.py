@@ -34,7 +34,9 @@ def least_excess(problem: Problem) -> float:
                 group = problem.group_of[left - 1]
                 if problem.group_of[left - replicas] != group or best[used].min() == math.inf:
                     continue
-                excess = np.where(later, math.inf, memory - problem.groups[group].memory_bytes)
+                refused_here = later | np.isinf(memory)
+                held = np.where(refused_here, 0.0, memory)
+                excess = np.where(refused_here, math.inf, held - problem.groups[group].memory_bytes)
                 found = np.where(refused, math.inf, np.maximum(excess, best[used][None, :]).min(axis=1))
                 grown[used + replicas] = np.minimum(grown[used + replicas], found)
         best = grown

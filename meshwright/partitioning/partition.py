@@ -105,7 +105,9 @@ def partition_chain(problem: Problem, *, mode: Mode = "exact", most_states: int 
     """
     clipped = _clipped(problem)
     found = solve_exact(clipped, most_states=most_states)
-    faithful = () if len(problem.groups) > 1 or (mode == "exact" and found.choices) else best_scalar(clipped)
+    stopped = not found.choices and found.bound < math.inf
+    wanted = (mode == "rannc" or stopped) and len(problem.groups) == 1
+    faithful = best_scalar(clipped) if wanted else ()
     choices = faithful if mode == "rannc" else found.choices or faithful
     if not choices:
         raise _nothing(problem, clipped)

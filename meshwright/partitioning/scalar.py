@@ -94,7 +94,8 @@ class _Faithful:
                 previous = table.get((first, before))
                 if previous is None:
                     continue
-                if memory[replicas][first][stop] > self._problem.groups[0].memory_bytes:
+                held = memory[replicas][first][stop]
+                if held > self._problem.groups[0].memory_bytes or held == math.inf:
                     break  # fewer devices hold no more
                 grown = self._grown(previous, Choice(first, stop, replicas))
                 if best is None or grown.value < best.value:

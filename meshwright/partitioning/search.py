@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import DoesNotFitError, PlanError
 from meshwright.partitioning.chain import Chain
+from meshwright.partitioning.completions import Completions
 from meshwright.partitioning.estimate import all_reduce_seconds, tick_seconds
 from meshwright.partitioning.partition import Partition, partition_chain
 from meshwright.partitioning.scalar import solve_scalar
@@ -81,6 +82,7 @@ def search(
     cached = _cached(costs_at)
     best: Searched | None = None
     bound, failures = math.inf, []
+    givens: list[tuple[float, int, Problem]] = []
     for count in tried:
         if batch % count:
             legal = ", ".join(map(str, _divisors(batch, batch)))
@@ -93,6 +95,10 @@ def search(
             num_microbatches=count,
             objective="1f1b",
         )
+        givens.append((Completions(given).bound(), len(givens), given))
+    for least, _, given in sorted(givens):
+        if best is not None and least >= best.step_seconds:
+            break
         limit = math.inf
         while limit:
             try:

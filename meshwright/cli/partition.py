@@ -1,0 +1,189 @@
+"""`meshwright partition`: a model, a graph or a file of blocks cut into stages for so many devices.
+
+Owns the options and the printed answer. Must not know the algorithms (`partitioning/`). Starts without torch; a model
+that must be captured needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from meshwright.cli.output import print_json
+from meshwright.errors import ConfigError
+from meshwright.partitioning.blocks_file import read_blocks
+from meshwright.partitioning.chain import Chain, shares_of
+from meshwright.partitioning.draw import as_svg, as_text
+from meshwright.partitioning.graph_costs import GraphCosts, Roofline
+from meshwright.partitioning.model_plan import ModelPlan, plan_model, plan_model_rannc
+from meshwright.partitioning.partition import Mode, Partition, partition_chain
+from meshwright.partitioning.stage_costs import OBJECTIVES, Group, Objective, Problem, Replicas
+from meshwright.presets.machines import find_machine
+
+# What a kernel reaches of a device's peak, and seconds to start one.
+_EFFICIENCY, _TASK_SECONDS = 0.5, 5e-6
+# Weights, gradients and two moments of Adam, in the weights' own type.
+_STATES = 4.0
+
+
+def partition(  # noqa: PLR0913 - each is an option of the command
+    source: Annotated[
+        str,
+        typer.Argument(help="blocks.json, or a model: a preset, hf:PLACE, py:MODULE:FUNCTION, .onnx, .json."),
+    ],
+    devices: Annotated[int, typer.Option(min=1, help="All are used.")],
+    stages: Annotated[str | None, typer.Option(help="How many: A, or A..B. Without it: any.")] = None,
+    replicas: Annotated[str, typer.Option(help="Devices of a stage: any, or pow2.")] = "any",
+    objective: Annotated[
+        str | None, typer.Option(help="maxf+maxb, maxfb or 1f1b. Blocks: maxf+maxb; models: 1f1b.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="Bytes of a device.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Bytes per second between devices.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Of a step. Models: searched.")] = None,
+    compat: Annotated[str | None, typer.Option(help="rannc: the plan that RaNNC's algorithm gives.")] = None,
+    recompute: Annotated[bool, typer.Option(help="Backward computes a stage's forward again.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step (models).")] = 64,
+    sequence: Annotated[int, typer.Option(min=1, help="Positions (models).")] = 128,
+    machine: Annotated[str, typer.Option(help="A machine preset (models).")] = "a100-80",
+    out: Annotated[Path | None, typer.Option(help="Write the picture as SVG here.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Cut a model into balanced stages with replicas; the answer says how far from the best it can be at most."""
+    started = time.perf_counter()
+    rules = Problem(
+        shares={},
+        groups=(Group(devices, 1.0, memory or math.inf, bandwidth or math.inf),),
+        stages=_range(stages, devices),
+        objective=cast(Objective, _one_of("--objective", objective or "maxf+maxb", OBJECTIVES)),
+        replicas=cast(Replicas, _one_of("--replicas", replicas, get_args(Replicas))),
+        num_microbatches=microbatches or 1,
+        recompute=recompute,
+    )
+    mode = cast(Mode, "exact" if compat is None else _one_of("--compat", compat, ("rannc",)))
+    model: ModelPlan | None = None
+    raw = _blocks_text(source)
+    if raw is not None:
+        chain = read_blocks(raw, where=source)
+        found = partition_chain(_with(rules, shares_of(chain, devices)), mode=mode)
+        labels = tuple(block.name or f"block {number}" for number, block in enumerate(chain.blocks))
+    else:
+        if objective not in (None, "1f1b") and mode == "exact":
+            raise ConfigError(
+                "E109", f"--objective {objective}: models are planned by the seconds of a step, 1f1b"
+            )
+        costs, rules = _of_model(source, (min(batch, 2), sequence), machine, rules, (memory, bandwidth))
+        counts = () if microbatches is None else (microbatches,)
+        model = (
+            plan_model(costs, rules, batch=batch, num_microbatches=counts)
+            if mode == "exact"
+            else plan_model_rannc(costs, rules, batch=batch)
+        )
+        found = model.partition
+        labels = tuple(costs.label(members) for members in model.levels[-1].blocks)
+    facts = {**_facts(found, model), "seconds": time.perf_counter() - started}
+    if out is not None:
+        out.write_text(as_svg(found, labels), encoding="utf-8")
+    if json_output:
+        print_json({**facts, "out": None if out is None else str(out)})
+    else:
+        print(as_text(found, labels) if out is None else f"wrote {out}")
+
+
+def _facts(found: Partition, model: ModelPlan | None) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "stages": [
+            {**dataclasses.asdict(stage), "ranks": list(ranks)}
+            for stage, ranks in zip(found.stages, found.ranks, strict=True)
+        ],
+        "objective": found.objective,
+        "mode": found.mode,
+        "value": found.value,
+        "optimum": found.optimum,
+        "bound": found.bound,
+        "gap": found.gap,
+        "imbalance": found.imbalance,
+        "blocks": found.num_blocks,
+        "atomic": None if model is None else model.num_atomic,
+        "num_microbatches": found.num_microbatches,
+        "recompute": found.recompute,
+        "notes": list(found.notes),
+    }
+    if model is not None:
+        facts |= {
+            "batch": model.batch,
+            "copies": model.copies,
+            "step_seconds": model.step_seconds,
+            "step_gap": model.gap,
+            "modules": [list(stage.modules) for stage in model.stages],
+        }
+    return facts
+
+
+def _with(rules: Problem, shares: Mapping[int, Chain]) -> Problem:
+    return dataclasses.replace(rules, shares=shares)
+
+
+def _of_model(
+    source: str,
+    sizes: tuple[int, int],
+    machine: str,
+    rules: Problem,
+    given: tuple[float | None, float | None],
+) -> tuple[GraphCosts, Problem]:
+    """Costs by the machine's roofline, and the rules with its memory and its network."""
+    from meshwright.cli.draw_graph import read_graph
+
+    device = find_machine(machine)
+    graph = read_graph(source, (max(2, sizes[0]), sizes[1]))
+    types = {value.dtype for value in graph.values if value.kind == "parameter"}
+    peak = device.flops.get({"bfloat16": "bf16", "float16": "fp16"}.get(min(types, default=""), "fp32"))
+    peak = peak or max(device.flops.values())
+    roofline = Roofline(peak * _EFFICIENCY, device.memory_bandwidth, _TASK_SECONDS)
+    links = [link.bandwidth_bytes_per_second for link in device.links.values()]
+    group = Group(
+        rules.num_devices,
+        1.0,
+        given[0] or 0.9 * device.memory_bytes,
+        given[1] or min(links, default=math.inf),
+    )
+    sequence = sizes[1] if "sequence" in graph.free else 0
+    return GraphCosts(graph, roofline, sequence=sequence), dataclasses.replace(
+        rules, groups=(group,), resident=_STATES
+    )
+
+
+def _blocks_text(source: str) -> str | None:
+    """The text of a file of blocks; None for anything else."""
+    path = Path(source)
+    if path.suffix != ".json":
+        return None
+    if not path.is_file():
+        raise ConfigError("E100", f"{source}: there is no such file")
+    text = path.read_text(encoding="utf-8")
+    try:
+        raw = json.loads(text)
+    except ValueError:
+        return text  # read_blocks says what is wrong
+    return None if isinstance(raw, dict) and "tasks" in raw else text
+
+
+def _range(text: str | None, devices: int) -> tuple[int, int]:
+    if text is None:
+        return 1, devices
+    first, _, last = text.partition("..")
+    if not (first.isdigit() and (last or first).isdigit() and 1 <= int(first) <= int(last or first)):
+        raise ConfigError("E109", f"--stages {text}: a number or a range of them, e.g. 4 or 2..8")
+    return int(first), int(last or first)
+
+
+def _one_of(option: str, value: str, legal: tuple[str, ...]) -> str:
+    if value not in legal:
+        raise ConfigError("E109", f"{option} {value} is neither of {', '.join(legal)}")
+    return value
