@@ -83,7 +83,7 @@ def test_a_model_as_rannc_cuts_it():
 def test_text_has_a_bar_a_stage(write):
     text = call(write([(9, 5), (5, 7), (9, 3)]), "--devices", 3, "--stages", 3).stdout
     assert "no plan is better" in text
-    assert text.count("FFFF") == 3
+    assert text.count("FB") == 3
 
 
 @pytest.mark.parametrize(
