@@ -267,3 +267,10 @@ def test_lesson_07_pairs_products_and_cuts_the_loss(run_lesson):
     assert re.search(r"all logits +.* 606 numbers", output)
     assert re.search(r"four numbers +.* 48 numbers", output)
     assert parities(output) == [("tp2_ddp", "4", "1"), ("tp2_zero3", "4", "1")]
+
+
+def test_lesson_12_races_a_planner(run_lesson):
+    output = run_lesson(12)
+    assert re.search(r"worse in [1-9]\d* of 200, at worst 1\.\d\d times", output)
+    assert "100 of 100 equal" in output
+    assert "stage 1   blocks   1 to 3   devices 3" in output
