@@ -1,8 +1,9 @@
 """Automatic partitioning: a planner in 50 lines, raced against the exact one.
 
-A model is a chain of blocks; stages of neighbouring blocks run on one or more devices each, and a step is as slow as
-the longest forward plus the longest backward. A table over (stages, blocks, devices) that keeps the best plan of each state
-looks like the whole answer. It is not: of two plans of one state, the one that is worse now may be better later.
+A model is a chain of blocks; stages of neighbouring blocks run on one or more devices each, and a step is as
+slow as the longest forward plus the longest backward. A table over (stages, blocks, devices) that keeps the
+best plan of each state looks like the whole answer. It is not: of two plans of one state, the one that is
+worse now may be better later.
 """
 
 from __future__ import annotations
