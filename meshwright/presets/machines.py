@@ -145,6 +145,16 @@ MACHINES: tuple[Machine, ...] = (
         device_pattern=r"NVIDIA H100 80GB HBM3",
     ),
     Machine(
+        name="h100-96",
+        flops=_tera(fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
+        memory_bytes=96 * _GIB,
+        memory_bandwidth=2400e9,
+        links=_links(nvlink=450, network=50),
+        devices_per_node=8,
+        source=f"the HBM2e part of 500 W that torchtitan's published runs name; {_HOPPER}; {_LATENCY_SOURCE}",
+        aliases=("h100-96gb",),
+    ),
+    Machine(
         name="h200",
         flops=_tera(fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
         memory_bytes=141 * _GIB,

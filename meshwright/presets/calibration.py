@@ -1,0 +1,81 @@
+"""What a machine reaches of its datasheet in training: a few constants a machine, fitted to published runs.
+
+Owns the table. Knows no run: nothing here depends on who published what.
+Source: `benchmarks/fit_simulation.py`, which refits all of it from a table of runs; bounds are measured ceilings of
+large products and collectives (stas00/ml-engineering). A machine without an entry takes those of the nearest
+generation, and says so by `fitted=False`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.presets.machines import Machine
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Fractions and seconds of one kind of device.
+
+    Attributes:
+        matmul: sustained fraction of the dense peak in large 16-bit products.
+        matmul_fp8: of the peak in fp8, casts included.
+        prologue: elements of the inner dimension whose time a product loses for filling and draining its tiles.
+        memory: fraction of the memory bandwidth that elementwise kernels reach.
+        attention: fraction of the 16-bit peak of fused attention.
+        gap_seconds: between two kernels.
+        network: fraction of a network card's rate that collectives of many nodes reach.
+        overlap: part of a computation behind which communication can hide.
+        num_units: multiprocessors, each of which computes one tile at a time.
+        node: fraction of the link's rate that large collectives inside a node reach; measured, not fitted.
+        fitted: whether this machine's own runs gave the constants.
+    """
+
+    matmul: float
+    matmul_fp8: float
+    prologue: float
+    memory: float
+    attention: float
+    gap_seconds: float
+    network: float
+    overlap: float
+    num_units: int
+    node: float
+    fitted: bool = True
+
+
+_A100 = Calibration(
+    matmul=0.80,
+    matmul_fp8=0.6,
+    prologue=100.0,
+    memory=0.8,
+    attention=0.45,
+    gap_seconds=2e-6,
+    network=0.8,
+    overlap=0.7,
+    num_units=108,
+    node=0.77,
+)
+_H100 = Calibration(
+    matmul=0.68,
+    matmul_fp8=0.55,
+    prologue=150.0,
+    memory=0.75,
+    attention=0.45,
+    gap_seconds=2e-6,
+    network=0.8,
+    overlap=0.7,
+    num_units=132,
+    node=0.82,
+)
+_H100_500W = _H100
+_TABLE = {"a100-80": _A100, "a100-40": _A100, "h100": _H100, "h200": _H100, "h100-96": _H100_500W}
+
+
+def calibration_of(machine: Machine) -> Calibration:
+    """The constants of `machine`; of the nearest generation, marked as not fitted, where it has none."""
+    found = _TABLE.get(machine.name)
+    if found is not None:
+        return found
+    near = _H100 if "fp8" in machine.flops else _A100
+    return Calibration(**{**vars(near), "fitted": False})

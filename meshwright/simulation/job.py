@@ -1,0 +1,135 @@
+"""What is priced: a decoder transformer, its batch, and how a cluster carries it out. Numbers and words only.
+
+Simplifications: stages hold equal numbers of layers (embedding and head count as one each where that divides);
+rank order is tp, cp, dp, pp from the inside out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.errors import ConfigError
+from meshwright.presets.machines import Machine
+from meshwright.presets.models import ModelPreset
+
+Recompute = Literal["none", "selective", "half", "full"]
+Attention = Literal["flash", "unfused"]
+Schedule = Literal["serial", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes.
+
+    Attributes:
+        machine: one device.
+        num_devices: all of them.
+        devices_per_node: that share the fast links.
+        nic_bytes_per_second: network rate of a node's cards together, one direction.
+        oversubscription: how many times less leaves a pod than enters its switches; 1: full.
+        pod_devices: devices of a pod; 0: one pod.
+    """
+
+    machine: Machine
+    num_devices: int
+    devices_per_node: int
+    nic_bytes_per_second: float
+    oversubscription: float = 1.0
+    pod_devices: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Attributes: the model, tokens of a sequence, sequences of a step, whether attention is causal."""
+
+    model: ModelPreset
+    seq_len: int
+    global_batch: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to carry a workload out.
+
+    Attributes:
+        dp, tp, pp, cp: sizes of the axes; their product is the number of devices.
+        zero: what data-parallel ranks share: 0 nothing, 1 optimizer, 2 and gradients, 3 and weights.
+        shard: ranks that share under `zero` (hsdp); 0: all of dp x cp.
+        sequence_parallel: tp ranks cut the stream along the sequence between their layers.
+        schedule, chunks: of the pipeline.
+        recompute: what runs again in backward: attention's core (selective), half of the forward, or all of it.
+        micro_batch: sequences of a rank and micro-step.
+        precision: of products, "bf16", "fp16" or "fp8".
+        attention: "flash", or written out with its scores in memory.
+        fused: whether elementwise operations run in few kernels (a compiler, or a library of fused layers).
+        gradient_bytes: of one element in the reduction.
+        overlap_gradients: whether reductions run beside backward.
+        overlap_tensor: whether tp's collectives run beside products, in pieces.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    zero: int = 0
+    shard: int = 0
+    sequence_parallel: bool = False
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+    recompute: Recompute = "none"
+    micro_batch: int = 1
+    precision: str = "bf16"
+    attention: Attention = "flash"
+    fused: bool = True
+    gradient_bytes: int = 4
+    overlap_gradients: bool = True
+    overlap_tensor: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the layout takes."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which `zero` cuts."""
+        return self.shard or self.dp * self.cp
+
+
+def num_microbatches(work: Workload, layout: Layout) -> int:
+    """Micro-steps of a rank; a batch that does not divide takes one more for its rest."""
+    return max(1, -(-work.global_batch // (layout.dp * layout.micro_batch)))
+
+
+def check_job(work: Workload, layout: Layout, cluster: Cluster) -> None:
+    """Raise what cannot be priced.
+
+    Raises:
+        ConfigError: E280 for degrees that do not fill the cluster, E281 for sizes that do not divide.
+    """
+    if layout.num_devices != cluster.num_devices:
+        raise ConfigError(
+            "E280",
+            f"dp={layout.dp} x tp={layout.tp} x pp={layout.pp} x cp={layout.cp} = {layout.num_devices} devices, "
+            f"the cluster has {cluster.num_devices}; leave plan.dp out, or make the product equal",
+        )
+    model = work.model
+    for what, size, parts in (
+        ("plan.tp", model.num_heads, layout.tp),
+        ("plan.cp", work.seq_len, layout.cp),
+    ):
+        if size % parts:
+            raise ConfigError(
+                "E281", f"{what}={parts} does not divide {size}; take one of {_divisors(size, parts)}"
+            )
+    if layout.pp * layout.chunks > model.num_layers + 2:
+        raise ConfigError(
+            "E281",
+            f"plan.pp={layout.pp} x chunks={layout.chunks} exceeds {model.num_layers} layers; take fewer",
+        )
+
+
+def _divisors(size: int, near: int) -> str:
+    found = [part for part in range(1, min(size, 2 * near) + 1) if size % part == 0]
+    return ", ".join(map(str, found[-6:]))

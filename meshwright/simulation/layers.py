@@ -1,0 +1,165 @@
+"""Seconds of one transformer layer, of the head and of the embedding, forward and backward, on one device.
+
+Bytes of elementwise passes count each tensor that a fused kernel reads or writes, in 16 bits, and masks of dropout in
+one byte; layers that are not fused move 1.6 times as much. Attention written out keeps its scores in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.presets.calibration import Calibration
+from meshwright.simulation.collectives import collective_seconds
+from meshwright.simulation.job import Cluster, Layout, Workload
+from meshwright.simulation.kernels import flash_seconds, matmul_seconds, stream_seconds
+
+_UNFUSED_TRAFFIC = 1.6
+_FLASH_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Of one micro-batch: forward, gradients of inputs, gradients of weights, and what runs again; communication
+    that is not hidden is `tensor`, for all passes together, of which the repeated forward's is `tensor_again`."""
+
+    forward: float
+    inputs: float
+    weights: float
+    again: float
+    tensor: float
+    context: float
+
+    @property
+    def compute(self) -> float:
+        """All passes."""
+        return self.forward + self.inputs + self.weights + self.again
+
+
+@dataclass(frozen=True)
+class _Products:
+    forward: float
+    inputs: float
+    weights: float
+
+
+def _products(
+    cluster: Cluster, fit: Calibration, shapes: tuple[tuple[int, int, int], ...], precision: str
+) -> _Products:
+    def total(order: tuple[int, int, int]) -> float:
+        return sum(
+            matmul_seconds(
+                cluster.machine, fit, (s[order[0]], s[order[1]], s[order[2]]), precision=precision
+            )
+            for s in shapes
+        )
+
+    return _Products(total((0, 1, 2)), total((0, 2, 1)), total((2, 1, 0)))
+
+
+@lru_cache(maxsize=50_000)
+def layer_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> LayerSeconds:
+    """Seconds of one layer and one micro-batch."""
+    model, t = work.model, layout.tp
+    tokens = layout.micro_batch * work.seq_len // layout.cp
+    gated = model.family not in ("gpt", "bert")
+    kv = max(model.num_kv_heads, t) * model.head_dim
+    ffn = -(-model.ffn_dim // t)
+    shapes = (
+        (tokens, (model.dim + 2 * kv) // t, model.dim),
+        (tokens, model.dim, model.dim // t),
+        (tokens, ffn * (2 if gated else 1), model.dim),
+        (tokens, model.dim, ffn),
+    )
+    linear = _products(cluster, fit, shapes, layout.precision)
+    around = _elementwise(work, layout, cluster, fit, tokens)
+    core = _attention(work, layout, cluster, fit)
+    forward = linear.forward + around[0] + core[0]
+    inputs = linear.inputs + around[1] + core[1]
+    again = {
+        "none": 0.0,
+        "selective": core[0] if layout.attention == "unfused" else around[0],
+        "half": 0.5 * linear.forward + around[0],
+        "full": forward,
+    }[layout.recompute]
+    tensor = _tensor_seconds(work, layout, cluster, fit, linear)
+    context = _context_seconds(work, layout, cluster, fit, core[0])
+    return LayerSeconds(forward, inputs, linear.weights, again, tensor, context)
+
+
+def _elementwise(
+    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, tokens: int
+) -> tuple[float, float]:
+    """Norms, residuals, dropout, activation, copies of heads: forward and backward."""
+    model, t = work.model, layout.tp
+    whole = t if layout.sequence_parallel else 1
+    dropout = layout.attention == "unfused"  # models before fused attention train with dropout
+    stream = (20 + (2 if dropout else 0)) * model.dim / whole
+    inner = 16 * model.dim / t
+    branches = 3 if model.family not in ("gpt", "bert") else 2
+    activation = 2 * branches * model.ffn_dim / t
+    traffic = 1.0 if layout.fused else _UNFUSED_TRAFFIC
+    casts = 3.0 * (2 * model.dim / whole + model.dim / t + model.ffn_dim / t) if layout.precision == "fp8" else 0
+    kernels = 8 if layout.fused else 14
+    moved = tokens * ((stream + inner + activation) * traffic + casts)
+    forward = stream_seconds(cluster.machine, fit, moved, kernels=kernels)
+    return forward, stream_seconds(cluster.machine, fit, 1.5 * moved, kernels=2 * kernels)
+
+
+def _attention(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> tuple[float, float]:
+    """Attention's core, forward and backward."""
+    model = work.model
+    heads = max(1, model.num_heads // layout.tp)
+    rows, columns, head = work.seq_len // layout.cp, work.seq_len, model.head_dim
+    batch = layout.micro_batch * heads
+    if layout.attention == "flash":
+        flops = 4.0 * batch * rows * columns * head * (0.5 if model.causal else 1.0)
+        seconds = flash_seconds(cluster.machine, fit, flops)
+        return seconds, _FLASH_BACKWARD * seconds
+    scores = matmul_seconds(cluster.machine, fit, (rows, columns, head), batch=batch)
+    mixed = matmul_seconds(cluster.machine, fit, (rows, head, columns), batch=batch)
+    passes = stream_seconds(cluster.machine, fit, 9.0 * batch * rows * columns, kernels=3)
+    back = stream_seconds(cluster.machine, fit, 11.0 * batch * rows * columns, kernels=3)
+    return scores + mixed + passes, 2 * (scores + mixed) + back
+
+
+def _tensor_seconds(
+    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, linear: _Products
+) -> float:
+    """What tp's collectives add: two all-reduces forward, two backward beside weight gradients, again if repeated."""
+    if layout.tp == 1:
+        return 0.0
+    tokens = layout.micro_batch * work.seq_len // layout.cp
+    one = collective_seconds(cluster, fit, 2.0 * tokens * work.model.dim, ranks=layout.tp, passes=2)
+    forward = 2 * one
+    if layout.overlap_tensor:
+        forward = max(0.3 * forward, forward - fit.overlap * linear.forward)
+    backward = max(0.0, 2 * one - fit.overlap * linear.weights)
+    repeats = {"none": 1.0, "selective": 1.0, "half": 1.5, "full": 2.0}[layout.recompute]
+    return forward * repeats + backward
+
+
+def _context_seconds(
+    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, core: float
+) -> float:
+    """What a ring of keys and values adds, beside attention: once forward, twice backward."""
+    if layout.cp == 1:
+        return 0.0
+    model = work.model
+    width = 2 * max(1, model.num_kv_heads // layout.tp) * model.head_dim
+    num_bytes = 2.0 * layout.micro_batch * work.seq_len * width
+    ring = collective_seconds(cluster, fit, num_bytes, ranks=layout.cp, stride=layout.tp)
+    forward = max(0.0, ring - fit.overlap * core)
+    backward = max(0.0, 2 * ring - fit.overlap * _FLASH_BACKWARD * core)
+    return forward * (2 if layout.recompute == "full" else 1) + backward
+
+
+@lru_cache(maxsize=50_000)
+def head_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:
+    """Seconds of the output projection and the loss, forward and backward, of one micro-batch."""
+    tokens = layout.micro_batch * work.seq_len // layout.cp
+    vocab = -(-work.model.vocab_size // layout.tp)
+    vocab += -vocab % 64  # padded, as all of the published systems do
+    done = _products(cluster, fit, ((tokens, vocab, work.model.dim),), "bf16")
+    loss = stream_seconds(cluster.machine, fit, 24.0 * tokens * vocab, kernels=8)
+    return done.forward + done.inputs + done.weights + loss

@@ -1,0 +1,253 @@
+"""Tables of published training runs: rows read into jobs, predicted, and scored.
+
+Owns the columns. A row says what ran; words about software decide what is modelled (fused attention, fused layers,
+reductions beside backward). Nothing depends on which source a row has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import ConfigError
+from meshwright.presets.calibration import Calibration
+from meshwright.presets.machines import Machine, find_machine
+from meshwright.presets.models import ModelPreset
+from meshwright.simulation.job import Cluster, Layout, Workload
+from meshwright.simulation.step import model_flops, step_seconds
+
+Row = Mapping[str, str]
+# As tables print hardware, to our machines; the first that matches.
+_HARDWARE = (
+    (r"A100.*40", "a100-40"),
+    (r"A100", "a100-80"),
+    (r"H100.*96", "h100-96"),
+    (r"H100.*PCIe", ""),
+    (r"H100", "h100"),
+    (r"H200", "h200"),
+    (r"GB200", "gb200"),
+    (r"^B200", "b200"),
+    (r"MI300X", "mi300x"),
+    (r"V100.*32", "v100"),
+)
+_GIGABIT = 1e9 / 8
+
+
+class Unpriced(Exception):
+    """A row that is not scored, with the reason."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row as numbers.
+
+    Attributes:
+        measured_seconds: of a step; None where the row has none.
+    """
+
+    work: Workload
+    layout: Layout
+    cluster: Cluster
+    measured_seconds: float | None
+
+
+def read_job(row: Row) -> Job:
+    """The run of a row.
+
+    Raises:
+        Unpriced: what the row lacks, or what is not modelled.
+    """
+    machine = _machine(row)
+    model = _model(row)
+    world = _whole(row, "gpus")
+    layout = _layout(row, world)
+    batch = _whole(row, "global_batch")
+    work = Workload(model, _whole(row, "seq_len"), batch)
+    if model.num_heads % layout.tp:
+        raise Unpriced("tp does not divide the heads")
+    return Job(work, layout, _cluster(row, machine, world), _measured(row, work, world))
+
+
+def _machine(row: Row) -> Machine:
+    text = row.get("hardware", "")
+    for pattern, name in _HARDWARE:
+        if re.search(pattern, text) and name:
+            return find_machine(name)
+    raise Unpriced(f"no machine for {text!r}")
+
+
+def _whole(row: Row, key: str) -> int:
+    text = row.get(key, "").strip()
+    if not re.fullmatch(r"\d+(\.0+)?", text):
+        raise Unpriced(f"{key} is not stated")
+    return int(float(text))
+
+
+def _optional(row: Row, key: str, default: int) -> int:
+    text = row.get(key, "").strip()
+    return int(text) if text.isdigit() else default
+
+
+def _model(row: Row) -> ModelPreset:
+    ffn = re.match(r"\d+", row.get("ffn", ""))
+    if "moe" in row.get("ffn", "") or _optional(row, "ep", 1) > 1:
+        raise Unpriced("mixture of experts")
+    dim, layers = _whole(row, "hidden"), _whole(row, "layers")
+    heads = _optional(row, "heads", 0) or _heads_by_custom(dim)
+    vocab = re.match(r"~?(\d+)(k?)", row.get("vocab", ""))
+    gated = bool(ffn) and int(ffn.group()) < 4 * dim and "emotron" not in row.get("model_name", "")
+    gated = gated or "lama" in row.get("model_name", "").lower()
+    size = 51200 if not vocab else int(vocab.group(1)) * (1000 if vocab.group(2) else 1)
+    try:
+        return ModelPreset(
+            name=row.get("model_name", ""),
+            family="llama" if gated else "gpt",
+            num_layers=layers,
+            dim=dim,
+            num_heads=heads,
+            num_kv_heads=_optional(row, "kv_heads", heads),
+            ffn_dim=int(ffn.group()) if ffn else 4 * dim,
+            vocab_size=size,
+            max_seq_len=_whole(row, "seq_len"),
+            tied_embedding=not gated,
+            rope_theta=1e4 if gated else 0.0,
+        )
+    except ConfigError as error:
+        raise Unpriced("a shape that cannot be built") from error
+
+
+def _heads_by_custom(dim: int) -> int:
+    """Where a table does not say: heads of 128, or the next width that divides."""
+    return next(dim // head for head in (128, 96, 160, 144, 120, 112, 80, 64, 1) if dim % head == 0)
+
+
+def _layout(row: Row, world: int) -> Layout:
+    tp, pp, cp = (_whole(row, key) for key in ("tp", "pp", "cp"))
+    if world % (tp * pp * cp):
+        raise Unpriced("degrees do not divide the devices")
+    notes = " ".join(row.get(key, "") for key in ("compile_fused_notes", "zero_stage_fsdp", "dtype"))
+    lower = notes.lower()
+    micro = _whole(row, "micro_batch")
+    is_fsdp = "fsdp" in lower
+    split = "split in pp" in lower or (is_fsdp and pp > 1)
+    engine = "transformerengine" in lower or lower.startswith("te,")
+    flash = is_fsdp or engine or ("flash" in lower and "no flash" not in lower) or "torch.compile" in lower
+    stage = 3 if is_fsdp else (1 if "zero-1" in lower or "distributed" in lower else 0)
+    if "shard_grad_op" in lower:
+        stage = 2
+    dtype = row.get("dtype", "").lower()
+    return Layout(
+        dp=world // (tp * pp * cp),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        zero=stage,
+        sequence_parallel=row.get("sequence_parallel", "") == "y",
+        schedule=_schedule(row),
+        chunks=_chunks(row, pp),
+        recompute=_recompute(row, engine=engine),
+        micro_batch=1 if split else micro,
+        precision="fp8" if "fp8" in dtype or "float8" in dtype else "bf16",
+        attention="flash" if flash else "unfused",
+        fused=engine or "torch.compile" in lower.replace("no torch.compile", "") or not is_fsdp,
+        gradient_bytes=2 if "pure" in lower else 4,
+        overlap_gradients=is_fsdp or engine or "ddp=torch" in lower or "overlap" in lower,
+        overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
+    )
+
+
+def _schedule(row: Row) -> str:  # type: ignore[return]
+    text = row.get("schedule", "").lower()
+    for word, name in (("zb-1p", "zb-h1"), ("zb-2p", "zb-h2"), ("gpipe", "gpipe")):
+        if word in text:
+            return name
+    return "interleaved" if "interleaved" in text or "1f1b-i" in text else "1f1b"
+
+
+def _chunks(row: Row, pp: int) -> int:
+    text = row.get("vpp", "")
+    if pp == 1:
+        return 1
+    if text.startswith("layers/stage"):
+        return -(-_whole(row, "layers") // pp)
+    return _optional(row, "vpp", 2 if _schedule(row) == "interleaved" else 1)
+
+
+def _recompute(row: Row, *, engine: bool) -> str:  # type: ignore[return]
+    text = row.get("activation_recompute", "").lower()
+    if text.startswith("full"):
+        return "full"
+    if "per-op" in text or "every 2nd" in text:
+        return "half"
+    if text.startswith("selective"):
+        return "selective"
+    if text.startswith("none") or engine:
+        return "none"
+    return "none"
+
+
+def _cluster(row: Row, machine: Machine, world: int) -> Cluster:
+    in_node = _optional(row, "gpus_per_node", machine.devices_per_node)
+    return Cluster(machine, world, in_node, _nic_rate(row.get("interconnect", ""), machine, in_node))
+
+
+def _nic_rate(text: str, machine: Machine, in_node: int) -> float:
+    """Bytes a second of a node's cards: as stated, else as typical for the machine."""
+    cards = re.search(r"(\d)x(\d+)\s*Gb/s", text)
+    if cards:
+        return int(cards.group(1)) * int(cards.group(2)) * _GIGABIT
+    node = re.search(r"(\d+) Gb/s(?: \w+)? (?:per node|inter)", text)
+    if node:
+        return int(node.group(1)) * _GIGABIT
+    link = machine.links.get("network")
+    return in_node * link.bandwidth_bytes_per_second if link else 0.0
+
+
+def _measured(row: Row, work: Workload, world: int) -> float | None:
+    seconds = _number(row, "iteration_time_s")
+    if seconds:
+        return seconds
+    tokens = _number(row, "tokens_per_s_per_gpu")
+    if tokens:
+        return work.global_batch * work.seq_len / (tokens * world)
+    return _from_flops(row, work, world)
+
+
+def _from_flops(row: Row, work: Workload, world: int) -> float | None:
+    """From TFLOP/s where the row's own formula is stated as counting repeated forwards or not."""
+    rate = _number(row, "tflops_per_gpu")
+    per_token = _number(row, "calc_gflop_per_token_full")
+    if not rate:
+        return None
+    note = row.get("flops_formula_note", "")
+    repeats = row.get("activation_recompute", "").startswith("full") and ("96" in note or "hardware" in note)
+    flops = per_token * 1e9 * work.global_batch * work.seq_len if per_token else model_flops(work)
+    return flops * (4 / 3 if repeats else 1) / (rate * 1e12 * world)
+
+
+def _number(row: Row, key: str) -> float | None:
+    text = row.get(key, "").strip()
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def predict(job: Job, fit: Calibration | None = None) -> float:
+    """Seconds of a step of a row's run."""
+    return step_seconds(job.work, job.layout, job.cluster, fit).total
+
+
+def read_jobs(rows: Iterable[Row]) -> tuple[list[tuple[Row, Job]], dict[str, int]]:
+    """Rows that can be scored, and how many others for each reason."""
+    jobs, skipped = [], {}
+    for row in rows:
+        try:
+            job = read_job(row)
+            if job.measured_seconds is None:
+                raise Unpriced("no step time is stated")
+            jobs.append((row, job))
+        except Unpriced as reason:
+            skipped[str(reason)] = skipped.get(str(reason), 0) + 1
+    return jobs, skipped
