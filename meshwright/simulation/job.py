@@ -14,7 +14,7 @@ from meshwright.presets.machines import Machine
 from meshwright.presets.models import ModelPreset
 
 Recompute = Literal["none", "selective", "half", "full"]
-Attention = Literal["flash", "unfused"]
+Attention = Literal["flash", "engine", "unfused"]
 Schedule = Literal["serial", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe"]
 
 
@@ -60,10 +60,12 @@ class Layout:
         schedule, chunks: of the pipeline.
         recompute: what runs again in backward: attention's core (selective), half of the forward, or all of it.
         micro_batch: sequences of a rank and micro-step.
-        precision: of products, "bf16", "fp16" or "fp8".
-        attention: "flash", or written out with its scores in memory.
+        precision: of products, "bf16", "fp16", "fp8", or "fp8-rows" (a scale for each row).
+        attention: "flash" (portable fused kernels), "engine" (kernels for this generation of device), or "unfused":
+            written out with its scores in memory.
         fused: whether elementwise operations run in few kernels (a compiler, or a library of fused layers).
         gradient_bytes: of one element in the reduction.
+        accumulator_bytes: of one element of a second buffer of gradients, which sums over micro-steps.
         overlap_gradients: whether reductions run beside backward.
         overlap_tensor: whether tp's collectives run beside products, in pieces.
     """
@@ -83,6 +85,7 @@ class Layout:
     attention: Attention = "flash"
     fused: bool = True
     gradient_bytes: int = 4
+    accumulator_bytes: int = 0
     overlap_gradients: bool = True
     overlap_tensor: bool = False
 

@@ -27,7 +27,7 @@ def matmul_seconds(
 ) -> float:
     """Seconds of `batch` products of shape (m, n, k)."""
     m, n, k = shape
-    bytes_each = 1 if precision == "fp8" else 2
+    bytes_each = 1 if precision.startswith("fp8") else 2
     moved = batch * (bytes_each * (m * k + k * n) + 2 * m * n)
     memory = moved / (machine.memory_bandwidth * fit.memory)
     rate = _rate(machine, fit, precision) / fit.num_units
@@ -43,7 +43,7 @@ def matmul_seconds(
 
 
 def _rate(machine: Machine, fit: Calibration, precision: str) -> float:
-    if precision == "fp8" and "fp8" in machine.flops:
+    if precision.startswith("fp8") and "fp8" in machine.flops:
         return machine.flops["fp8"] * fit.matmul_fp8
     peak = machine.flops.get("bf16") or machine.flops.get("fp16") or machine.flops["fp32"]
     return peak * fit.matmul

@@ -16,6 +16,11 @@ from meshwright.simulation.kernels import flash_seconds, matmul_seconds, stream_
 
 _UNFUSED_TRAFFIC = 1.6
 _FLASH_BACKWARD = 2.5
+# A scale for the whole tensor: read 16 bits, write 8. For each row: read for the scales, and all of it again for the
+# transposed operand of backward, whose rows are others.
+_CAST_BYTES = {"fp8": 3.0, "fp8-rows": 10.0}
+# FlashAttention-3 over FlashAttention-2 on H100 (arXiv 2407.08608: 1.5 to 2.0).
+_ENGINE_RATE = 1.6
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,8 @@ def _elementwise(
     branches = 3 if model.family not in ("gpt", "bert") else 2
     activation = 2 * branches * model.ffn_dim / t
     traffic = 1.0 if layout.fused else _UNFUSED_TRAFFIC
-    casts = 3.0 * (2 * model.dim / whole + model.dim / t + model.ffn_dim / t) if layout.precision == "fp8" else 0
+    cast = _CAST_BYTES.get(layout.precision, 0.0)
+    casts = cast * (2 * model.dim / whole + model.dim / t + model.ffn_dim / t)
     kernels = 8 if layout.fused else 14
     moved = tokens * ((stream + inner + activation) * traffic + casts)
     forward = stream_seconds(cluster.machine, fit, moved, kernels=kernels)
@@ -112,9 +118,11 @@ def _attention(work: Workload, layout: Layout, cluster: Cluster, fit: Calibratio
     heads = max(1, model.num_heads // layout.tp)
     rows, columns, head = work.seq_len // layout.cp, work.seq_len, model.head_dim
     batch = layout.micro_batch * heads
-    if layout.attention == "flash":
+    if layout.attention != "unfused":
         flops = 4.0 * batch * rows * columns * head * (0.5 if model.causal else 1.0)
         seconds = flash_seconds(cluster.machine, fit, flops)
+        # On Hopper and later; before, the portable kernels are the generation's own.
+        seconds /= _ENGINE_RATE if layout.attention == "engine" and "fp8" in cluster.machine.flops else 1.0
         return seconds, _FLASH_BACKWARD * seconds
     scores = matmul_seconds(cluster.machine, fit, (rows, columns, head), batch=batch)
     mixed = matmul_seconds(cluster.machine, fit, (rows, head, columns), batch=batch)
@@ -163,3 +171,11 @@ def head_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibrat
     done = _products(cluster, fit, ((tokens, vocab, work.model.dim),), "bf16")
     loss = stream_seconds(cluster.machine, fit, 24.0 * tokens * vocab, kernels=8)
     return done.forward + done.inputs + done.weights + loss
+
+
+def layer_numel(work: Workload) -> float:
+    """Parameters of one layer's matrices."""
+    model = work.model
+    gated = model.family not in ("gpt", "bert")
+    kv = model.num_kv_heads * model.head_dim
+    return 2 * model.dim * (model.dim + kv) + (3 if gated else 2) * model.dim * model.ffn_dim

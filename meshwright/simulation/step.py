@@ -12,7 +12,7 @@ from meshwright.presets.calibration import Calibration, calibration_of
 from meshwright.presets.counts import matmul_flops_per_token, num_parameters
 from meshwright.simulation.collectives import collective_seconds, message_seconds
 from meshwright.simulation.job import Cluster, Layout, Workload, num_microbatches
-from meshwright.simulation.layers import LayerSeconds, head_seconds, layer_seconds
+from meshwright.simulation.layers import LayerSeconds, head_seconds, layer_numel, layer_seconds
 
 # An update reads a gradient, reads and writes a master and two moments, and writes a weight.
 _UPDATE_BYTES = 30
@@ -137,7 +137,7 @@ def _weights_seconds(
     """What a layer and micro-batch wait for weights of zero3, beside its computation."""
     if layout.zero < 3 or layout.num_shards == 1:
         return 0.0
-    numel = _layer_numel(work) / layout.tp
+    numel = layer_numel(work) / layout.tp
     gather = _group_seconds(work, layout, cluster, fit, 2.0 * numel)
     reduce = _group_seconds(work, layout, cluster, fit, float(layout.gradient_bytes) * numel)
     forward = max(0.0, gather - fit.overlap * (layer.forward + layer.tensor / 2))
@@ -151,13 +151,6 @@ def _group_seconds(
     return collective_seconds(cluster, fit, num_bytes, ranks=layout.num_shards, stride=layout.tp)
 
 
-def _layer_numel(work: Workload) -> float:
-    model = work.model
-    gated = model.family not in ("gpt", "bert")
-    kv = model.num_kv_heads * model.head_dim
-    return 2 * model.dim * (model.dim + kv) + (3 if gated else 2) * model.dim * model.ffn_dim
-
-
 def stage_numel(work: Workload, layout: Layout) -> float:
     """Parameters of the fullest rank, before any of `zero`'s cuts."""
     model = work.model
@@ -166,7 +159,7 @@ def stage_numel(work: Workload, layout: Layout) -> float:
     full, _ = stage_layers(model.num_layers, layout.pp)
     ends = full - 1 if (model.num_layers % layout.pp and (model.num_layers + 2) % layout.pp == 0) else full
     vocabulary = model.vocab_size * model.dim
-    return max(full * _layer_numel(work), ends * _layer_numel(work) + vocabulary) / layout.tp
+    return max(full * layer_numel(work), ends * layer_numel(work) + vocabulary) / layout.tp
 
 
 def _gradient_seconds(
