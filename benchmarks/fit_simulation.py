@@ -46,7 +46,7 @@ _START = {
     "overlap": 0.5,
 }
 _FAMILIES = {"a100-80": ("a100-80", "a100-40"), "h100": ("h100", "h100-96")}
-_WORST = 0.5  # a row counts at most so much, lest one typing error decides
+_WORST = 0.3  # a row counts at most so much, lest one typing error decides
 Scored = Sequence[tuple[Row, Job]]
 
 
@@ -74,7 +74,11 @@ def loss(jobs: Scored, fit: Calibration) -> float:
 
 def fit_constants(jobs: Scored, start: Calibration, *, step: float = 0.3, rounds: int = 5) -> Calibration:
     """The constants of least loss, by steps along one of them at a time that halve each round."""
-    names = [name for name in _BOUNDS if name != "matmul_fp8" or any(j.layout.precision.startswith("fp8") for _, j in jobs)]
+    names = [
+        name
+        for name in _BOUNDS
+        if name != "matmul_fp8" or any(j.layout.precision.startswith("fp8") for _, j in jobs)
+    ]
     best, least = start, loss(jobs, start)
     for _ in range(rounds):
         for name in names:

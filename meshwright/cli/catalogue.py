@@ -543,6 +543,38 @@ CATALOGUE = (
         "Take sizes from the tensor at hand (x.size(-1)), so that they are right for any part of it.",
     ),
     CodeEntry(
+        "E280",
+        "degrees that do not fill the cluster",
+        "dp x tp x pp x cp is the number of devices of the cluster that is priced.",
+        "Leave dp out of --plan, so that it is what the others leave; or change --cluster.",
+    ),
+    CodeEntry(
+        "E281",
+        "sizes that a plan cannot cut",
+        "tp cuts attention's heads, cp the tokens of a sequence, pp x chunks the layers.",
+        "Take one of the numbers of the message.",
+    ),
+    CodeEntry(
+        "E282",
+        "no such cluster",
+        "A cluster is COUNTxMACHINE (64xh100), or a TOML file with machine, devices, and optionally devices_per_node, "
+        "nic_gbit_per_second (of a node's cards together), oversubscription, pod_devices.",
+        "Write one of the two; `meshwright explain E104` is about names of machines.",
+    ),
+    CodeEntry(
+        "E283",
+        "a plan that cannot be priced",
+        "simulate prices transformers, and the keys of [plan] that change time or memory, plus attention = flash, "
+        "engine or unfused.",
+        "Take one of the keys or values of the message.",
+    ),
+    CodeEntry(
+        "E284",
+        "a table of published runs that cannot be read",
+        "--published wants a CSV file with a header; each row is a run.",
+        "See its columns with `meshwright simulate --published shipped --out table.csv`.",
+    ),
+    CodeEntry(
         "E301",
         "a run that does not fit in memory",
         "Weights, gradients, optimizer state and activations are known before anything is allocated; their sum is more "
@@ -841,6 +873,25 @@ CATALOGUE = (
         "RaNNC's plan is not the best",
         "Its recurrence keeps one plan a state, and one that is worse now can be better later.",
         "Leave out --compat rannc.",
+    ),
+    CodeEntry(
+        "W280",
+        "a plan that does not fit",
+        "The fullest rank is predicted to need more than its device has; the command ends with exit code 3.",
+        "More of tp, pp or zero, a smaller micro_batch, or recompute = full.",
+    ),
+    CodeEntry(
+        "W281",
+        "a machine without constants of its own",
+        "What a machine reaches of its datasheet is fitted to published runs; of this one there are none yet, and the "
+        "constants of the nearest machine are taken.",
+        "Trust comparisons of plans more than the seconds; benchmarks/fit_simulation.py fits a table of yours.",
+    ),
+    CodeEntry(
+        "W282",
+        "a batch that micro-batches do not divide",
+        "The last micro-step is priced as a full one.",
+        "Choose a batch that is a multiple of dp x micro_batch.",
     ),
     CodeEntry(
         "W401",

@@ -11,7 +11,20 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import ckpt, config, demo, doctor, draw, explain, launch, learn, partition, train, verify
+from meshwright.cli import (
+    ckpt,
+    config,
+    demo,
+    doctor,
+    draw,
+    explain,
+    launch,
+    learn,
+    partition,
+    simulate,
+    train,
+    verify,
+)
 from meshwright.cli.output import print_error
 from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, MeshwrightError
 
@@ -51,6 +64,7 @@ app.command(name="draw")(draw.draw)
 app.command(name="partition")(partition.partition)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="learn")(learn.learn)
+app.command(name="simulate")(simulate.simulate)
 app.command(name="explain")(explain.explain)
 
 

@@ -45,26 +45,26 @@ class Calibration:
 
 
 _A100 = Calibration(
-    matmul=0.74,
+    matmul=0.713,
     matmul_fp8=0.6,  # it has none
-    prologue=183.0,
+    prologue=108.0,
     memory=1.0,
     attention=0.317,
-    gap_seconds=6e-6,
-    network=0.728,
+    gap_seconds=2.24e-6,
+    network=0.846,
     overlap=0.274,
     num_units=108,
     node=0.77,
 )
 _H100 = Calibration(
-    matmul=0.674,
+    matmul=0.687,
     matmul_fp8=0.647,
-    prologue=501.0,
-    memory=0.627,
-    attention=0.199,
-    gap_seconds=6e-6,
+    prologue=600.0,
+    memory=0.663,
+    attention=0.195,
+    gap_seconds=4.1e-6,
     network=1.0,
-    overlap=0.814,
+    overlap=0.83,
     num_units=132,
     node=0.82,
 )

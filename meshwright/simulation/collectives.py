@@ -3,8 +3,9 @@
 A group has `ranks` members, `stride` apart in rank order; ranks of one node are neighbours. Inside a node all links
 work at once; between nodes all groups of a node share its network cards, so a group that has r ranks in a node has
 r shares of them. Time is a floor that grows with the number of steps, plus bytes over the slowest level.
-Source of the floors: NCCL's ring constants and measured all-reduces of 1 MiB on 2 to 8 devices
-(44 to 92 microseconds); of the logarithm between nodes: its trees.
+Source of the floors: measured all-reduces of 1 MiB on 2 to 8 A100 (44 to 92 microseconds); between nodes SimAI's
+table of reached fractions by size and number of nodes: a ring's floor grows by 5.5 microseconds a rank. An all-reduce
+may go by trees instead, whose floor grows with the logarithm of the nodes; gathers and reductions to parts have rings.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from math import log2
 from meshwright.presets.calibration import Calibration
 from meshwright.simulation.job import Cluster
 
-_NODE_FLOOR_SECONDS = 12e-6
-_NODE_STEP_SECONDS = 2.5e-6
-_NETWORK_STEP_SECONDS = 10e-6
+_NODE_FLOOR_SECONDS = 17e-6
+_NODE_STEP_SECONDS = 4.5e-6
+_RING_STEP_SECONDS = 5.5e-6
+_TREE_STEP_SECONDS = 20e-6
 
 
 def ranks_in_node(cluster: Cluster, *, ranks: int, stride: int) -> int:
@@ -48,7 +50,8 @@ def collective_seconds(
     inside = ranks_in_node(cluster, ranks=ranks, stride=stride)
     floor = _NODE_FLOOR_SECONDS + _NODE_STEP_SECONDS * (inside - 1)
     if inside < ranks:
-        floor += _NETWORK_STEP_SECONDS * log2(ranks / inside + 1)
+        ring = _RING_STEP_SECONDS * (ranks - 1)
+        floor += min(ring, _TREE_STEP_SECONDS * log2(ranks / inside + 1)) if passes == 2 else ring
     rate = bus_bytes_per_second(cluster, fit, ranks=ranks, stride=stride)
     return passes * (floor + num_bytes * (ranks - 1) / ranks / rate)
 
@@ -60,4 +63,4 @@ def message_seconds(cluster: Cluster, fit: Calibration, num_bytes: float, *, str
         link = machine.links.get("node") or machine.links["network"]
         return _NODE_FLOOR_SECONDS + num_bytes / (link.bandwidth_bytes_per_second * fit.node)
     share = cluster.nic_bytes_per_second / cluster.devices_per_node
-    return _NODE_FLOOR_SECONDS + _NETWORK_STEP_SECONDS + num_bytes / (share * fit.network)
+    return _NODE_FLOOR_SECONDS + _RING_STEP_SECONDS + num_bytes / (share * fit.network)

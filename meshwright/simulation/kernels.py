@@ -17,13 +17,22 @@ from meshwright.presets.machines import Machine
 # (rows, columns, rate relative to the largest): a small tile reads more operands for each product.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.55))
 # Tensor cores take operands whose rows begin on 16 bytes; others are padded or go through slower paths.
+# Best are rows of 128 bytes (NVIDIA, matrix multiplication background user's guide; BLOOM's own sweep of widths,
+# where 14400 over 8 ranks reached 94 and 13824 reached 120 TFLOP/s).
 _ALIGNED_ELEMENTS = 8
 _MISALIGNED_RATE = 0.45
+_BEST_ELEMENTS = 64
+_FAIR_RATE = 0.8
 
 
 @lru_cache(maxsize=200_000)
 def matmul_seconds(
-    machine: Machine, fit: Calibration, shape: tuple[int, int, int], *, batch: int = 1, precision: str = "bf16"
+    machine: Machine,
+    fit: Calibration,
+    shape: tuple[int, int, int],
+    *,
+    batch: int = 1,
+    precision: str = "bf16",
 ) -> float:
     """Seconds of `batch` products of shape (m, n, k)."""
     m, n, k = shape
@@ -33,6 +42,8 @@ def matmul_seconds(
     rate = _rate(machine, fit, precision) / fit.num_units
     if n % _ALIGNED_ELEMENTS or k % _ALIGNED_ELEMENTS:
         rate *= _MISALIGNED_RATE
+    elif n % _BEST_ELEMENTS or k % _BEST_ELEMENTS:
+        rate *= _FAIR_RATE
     seconds = min(
         ceil(batch * ceil(m / rows) * ceil(n / columns) / fit.num_units)
         * (2 * rows * columns * (k + fit.prologue))

@@ -53,9 +53,7 @@ def _products(
 ) -> _Products:
     def total(order: tuple[int, int, int]) -> float:
         return sum(
-            matmul_seconds(
-                cluster.machine, fit, (s[order[0]], s[order[1]], s[order[2]]), precision=precision
-            )
+            matmul_seconds(cluster.machine, fit, (s[order[0]], s[order[1]], s[order[2]]), precision=precision)
             for s in shapes
         )
 

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.presets.calibration import Calibration
 from meshwright.presets.machines import Machine, find_machine
 from meshwright.presets.models import ModelPreset
-from meshwright.simulation.job import Cluster, Layout, Workload
+from meshwright.simulation.job import Cluster, Layout, Recompute, Schedule, Workload
 from meshwright.simulation.step import model_flops, step_seconds
 
 Row = Mapping[str, str]
@@ -101,8 +101,8 @@ def _model(row: Row) -> ModelPreset:
     dim, layers = _whole(row, "hidden"), _whole(row, "layers")
     heads = _optional(row, "heads", 0) or _heads_by_custom(dim)
     vocab = re.match(r"~?(\d+)(k?)", row.get("vocab", ""))
-    gated = bool(ffn) and int(ffn.group()) < 4 * dim and "emotron" not in row.get("model_name", "")
-    gated = gated or "lama" in row.get("model_name", "").lower()
+    name = row.get("model_name", "").lower()
+    gated = "llama" in name or (ffn is not None and int(ffn.group()) < 4 * dim and "nemotron" not in name)
     size = 51200 if not vocab else int(vocab.group(1)) * (1000 if vocab.group(2) else 1)
     try:
         return ModelPreset(
@@ -152,7 +152,7 @@ def _layout(row: Row, world: int) -> Layout:
         sequence_parallel=row.get("sequence_parallel", "") == "y",
         schedule=_schedule(row),
         chunks=_chunks(row, pp),
-        recompute=_recompute(row, engine=engine),
+        recompute=_recompute(row),
         micro_batch=1 if split else micro,
         precision=_precision(row.get("dtype", "").lower()),
         attention="engine" if engine else ("flash" if flash else "unfused"),
@@ -170,9 +170,10 @@ def _precision(dtype: str) -> str:
     return "bf16"
 
 
-def _schedule(row: Row) -> str:  # type: ignore[return]
+def _schedule(row: Row) -> Schedule:
     text = row.get("schedule", "").lower()
-    for word, name in (("zb-1p", "zb-h1"), ("zb-2p", "zb-h2"), ("gpipe", "gpipe")):
+    words: tuple[tuple[str, Schedule], ...] = (("zb-1p", "zb-h1"), ("zb-2p", "zb-h2"), ("gpipe", "gpipe"))
+    for word, name in words:
         if word in text:
             return name
     return "interleaved" if "interleaved" in text or "1f1b-i" in text else "1f1b"
@@ -187,17 +188,13 @@ def _chunks(row: Row, pp: int) -> int:
     return _optional(row, "vpp", 2 if _schedule(row) == "interleaved" else 1)
 
 
-def _recompute(row: Row, *, engine: bool) -> str:  # type: ignore[return]
+def _recompute(row: Row) -> Recompute:
     text = row.get("activation_recompute", "").lower()
     if text.startswith("full"):
         return "full"
     if "per-op" in text or "every 2nd" in text:
         return "half"
-    if text.startswith("selective"):
-        return "selective"
-    if text.startswith("none") or engine:
-        return "none"
-    return "none"
+    return "selective" if text.startswith("selective") else "none"
 
 
 def _cluster(row: Row, machine: Machine, world: int) -> Cluster:
@@ -254,7 +251,8 @@ def predict(job: Job, fit: Calibration | None = None) -> float:
 
 def read_jobs(rows: Iterable[Row]) -> tuple[list[tuple[Row, Job]], dict[str, int]]:
     """Rows that can be scored, and how many others for each reason."""
-    jobs, skipped = [], {}
+    jobs: list[tuple[Row, Job]] = []
+    skipped: dict[str, int] = {}
     for row in rows:
         try:
             job = read_job(row)

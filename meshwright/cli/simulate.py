@@ -1,0 +1,180 @@
+"""`meshwright simulate`: the price of one given plan on a cluster, or of a table of published runs.
+
+Owns the options and the text. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.output import print_json
+from meshwright.errors import EXIT_DOES_NOT_FIT, ConfigError
+from meshwright.presets import find_model
+from meshwright.simulation.job import Cluster, Layout, Workload, check_job, num_microbatches
+from meshwright.simulation.prediction import Prediction, predict
+from meshwright.simulation.published import Row
+from meshwright.simulation.reading import layout_of, parse_cluster, parse_layout, read_run
+from meshwright.simulation.scoring import Errors, errors_by_source, score_rows, skipped
+
+_SHIPPED = "published_runs.csv"
+_NEEDED = ("hardware", "gpus", "hidden", "layers", "seq_len", "global_batch")
+
+
+def simulate(  # noqa: PLR0913 - each is an option of the command
+    source: Annotated[
+        str | None, typer.Argument(help="run.toml or a model preset; with --published none.")
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="COUNTxMACHINE, e.g. 64xh100, or cluster.toml.")] = "",
+    plan: Annotated[str, typer.Option(help='Keys of the plan, e.g. "tp=8,pp=4,zero=1".')] = "",
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    batch: Annotated[str | None, typer.Option(help='Sequences of a step, e.g. "512 sequences".')] = None,
+    published: Annotated[
+        str | None, typer.Option(help='A table of published runs; "shipped" is our own.')
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the table with predictions goes.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Price one plan, or a table of published runs."""
+    if published is not None:
+        _price_table(published, out, json_output=json_output)
+        return
+    if source is None or not (cluster or source.endswith(".toml")):
+        raise ConfigError("E282", "simulate needs a model and --cluster, e.g. gpt3-175b --cluster 1024xa100")
+    work, layout, where = _read(source, cluster, plan, seq=seq, batch=batch)
+    check_job(work, layout, where)
+    found = predict(work, layout, where)
+    warnings = _warnings(found, work, where)
+    if json_output:
+        print_json({**found.to_json(), "warnings": warnings})
+    else:
+        print(_text(found, work, where))
+    for warning in warnings:
+        print(warning, file=sys.stderr)
+    if not found.fits:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _read(
+    source: str, cluster: str, plan: str, *, seq: int | None, batch: str | None
+) -> tuple[Workload, Layout, Cluster]:
+    run = read_run(Path(source)) if source.endswith(".toml") else {}
+    keys = run.get("plan", {})
+    where = parse_cluster(cluster or str(keys.get("cluster", "")))
+    name = str(run.get("model", {}).get("source", source)).removeprefix("preset:")
+    model = find_model(name)
+    tokens = seq or run.get("data", {}).get("seq_len") or model.max_seq_len
+    size = batch or run.get("train", {}).get("global_batch") or where.num_devices
+    start = Layout(micro_batch=1)
+    layout = layout_of(keys, start=start, num_devices=where.num_devices)
+    if plan:
+        layout = parse_layout(plan, start=layout, num_devices=where.num_devices)
+    work = Workload(model, _sequences(tokens, "--seq"), _sequences(size, "--batch"))
+    if not model.num_heads:
+        raise ConfigError(
+            "E283", f"{model.name} is a {model.family}: only transformers are priced; take gpt-nano"
+        )
+    if layout.precision == "fp8" and "fp8" not in where.machine.flops:
+        raise ConfigError("E283", f"plan.precision='fp8': {where.machine.name} has no fp8; take bf16")
+    return work, layout, where
+
+
+def _sequences(value: object, option: str) -> int:
+    text = str(value).split()[0] if str(value).split() else ""
+    if not text.isdigit() or int(text) == 0:
+        raise ConfigError("E283", f'{option}={value!r}: write a whole number, e.g. 512 or "512 sequences"')
+    return int(text)
+
+
+def _warnings(found: Prediction, work: Workload, where: Cluster) -> list[str]:
+    texts = []
+    if not found.fits:
+        need, has = found.memory.peak / 2**30, where.machine.memory_bytes / 2**30
+        texts.append(
+            f"W280 does not fit: {need:.1f} GiB of {has:.0f}; more of tp, pp or zero, a smaller micro_batch, or "
+            "recompute=full"
+        )
+    if not found.is_fitted:
+        texts.append(
+            f"W281 {where.machine.name} has no constants of its own yet: those of the nearest machine are taken"
+        )
+    layout = found.layout
+    taken = layout.dp * layout.micro_batch * num_microbatches(work, layout)
+    if taken != work.global_batch:
+        texts.append(
+            f"W282 a batch of {work.global_batch} is priced as {taken}: dp x micro_batch = "
+            f"{layout.dp * layout.micro_batch} does not divide it"
+        )
+    return texts
+
+
+def _text(found: Prediction, work: Workload, where: Cluster) -> str:
+    own, step, memory = found.layout, found.step, found.memory
+    seconds = {key: value for key, value in asdict(step).items() if value and key != "recompute"}
+    held = {key: value for key, value in asdict(memory).items() if value}
+    degrees = f"pp {own.pp} · dp {own.dp} · cp {own.cp} · tp {own.tp} · zero {own.zero}"
+    lines = [
+        f"model    {work.model.name} · {work.seq_len} tokens x {work.global_batch} sequences a step",
+        f"cluster  {where.num_devices} x {where.machine.name}, {where.devices_per_node} a node",
+        f"plan     {degrees} · {own.schedule} · micro {own.micro_batch} x {found.num_microbatches} · "
+        f"recompute {own.recompute}",
+        f"step     {step.total:.3g} s · {found.tokens_per_second_per_device:,.0f} tokens/s a device · "
+        f"MFU {100 * found.mfu:.1f} % · HFU {100 * found.hfu:.1f} %",
+        "         " + " · ".join(f"{key} {value:.3g} s" for key, value in seconds.items()),
+        f"memory   {memory.peak / 2**30:.1f} GiB of {where.machine.memory_bytes / 2**30:.0f}",
+        "         " + " · ".join(f"{key} {value / 2**30:.2f} GiB" for key, value in held.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _price_table(name: str, out: Path | None, *, json_output: bool) -> None:
+    rows = _rows(name)
+    scored = score_rows(rows)
+    if out is not None:
+        with out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(scored[0].row))
+            writer.writeheader()
+            writer.writerows(item.row for item in scored)
+    errors, reasons = errors_by_source(scored), skipped(scored)
+    if json_output:
+        print_json({"rows": len(rows), "sources": [asdict(item) for item in errors], "skipped": reasons})
+        return
+    print(f"{'source · machine':48s} {'rows':>5s} {'median':>7s} {'90 %':>7s} {'memory':>7s}")
+    for item in errors:
+        print(_line(item))
+    print(f"skipped {sum(reasons.values())} of {len(rows)} rows")
+    for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1]):
+        print(f"  {count:4d}  {reason}")
+
+
+def _line(item: Errors) -> str:
+    figures = (item.median_time, item.p90_time, item.median_memory)
+    texts = " ".join(f"{'' if value is None else f'{100 * value:.1f} %':>7s}" for value in figures)
+    return f"{item.source:48s} {item.num_times:5d} {texts}"
+
+
+def _rows(name: str) -> list[Row]:
+    try:
+        if name == "shipped":
+            text = (files("meshwright.simulation") / _SHIPPED).read_text(encoding="utf-8")
+        else:
+            text = Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "E284", f"{name} cannot be read: {error}; --published shipped is our own"
+        ) from error
+    reader = csv.DictReader(text.splitlines())
+    rows: list[Row] = [dict(row) for row in reader]
+    lacking = [column for column in _NEEDED if column not in (reader.fieldnames or ())]
+    if lacking or not rows:
+        what = f"lacks {', '.join(lacking)}" if lacking else "has no rows"
+        raise ConfigError(
+            "E284", f"{name} {what}; columns are those of `--published shipped --out table.csv`"
+        )
+    return rows

@@ -1,0 +1,189 @@
+"""Kernels, collectives and steps: what must hold whatever the constants are."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.presets import find_machine, find_model
+from meshwright.presets.calibration import calibration_of
+from meshwright.simulation.collectives import bus_bytes_per_second, collective_seconds, message_seconds
+from meshwright.simulation.job import Layout, Workload, check_job
+from meshwright.simulation.kernels import matmul_seconds
+from meshwright.simulation.prediction import predict
+from meshwright.simulation.reading import make_cluster
+from meshwright.simulation.step import stage_layers, step_seconds
+
+A100 = find_machine("a100")
+FIT = calibration_of(A100)
+GPT3 = Workload(find_model("gpt3-175b"), 2048, 1536)
+PLAN = Layout(dp=16, tp=8, pp=8, zero=1, schedule="1f1b", recompute="full", attention="unfused")
+CLUSTER = make_cluster(A100, 1024)
+
+
+def seconds(layout=PLAN, cluster=CLUSTER, work=GPT3, fit=None):
+    return step_seconds(work, layout, cluster, fit).total
+
+
+def test_a_row_of_tiles_more_costs_as_much_as_a_full_one():
+    # 108 multiprocessors, tiles of 256 x 128: 12 x 9 tiles are one wave; one column more begins a second.
+    full = matmul_seconds(A100, FIT, (12 * 256, 9 * 128, 4096))
+    more = matmul_seconds(A100, FIT, (12 * 256, 9 * 128 + 8, 4096))
+    assert more > 1.3 * full
+    assert matmul_seconds(A100, FIT, (12 * 256 - 64, 9 * 128 - 64, 4096)) == full
+
+
+def test_large_products_reach_the_fitted_fraction_of_the_peak_and_never_more():
+    size = 16384
+    reached = 2 * size**3 / matmul_seconds(A100, FIT, (size, size, size)) / A100.flops["bf16"]
+    assert 0.9 * FIT.matmul < reached < FIT.matmul
+
+
+def test_rows_that_do_not_begin_on_16_bytes_take_twice_as_long():
+    aligned = matmul_seconds(A100, FIT, (2048, 2048, 112), batch=64)
+    assert matmul_seconds(A100, FIT, (2048, 2048, 108), batch=64) > 1.7 * aligned
+
+
+def test_a_thin_product_takes_the_time_of_the_memory():
+    weights = 2 * 8192 * 8192
+    assert matmul_seconds(A100, FIT, (1, 8192, 8192)) >= weights / A100.memory_bandwidth
+
+
+def test_groups_of_a_node_share_its_cards():
+    across = bus_bytes_per_second(CLUSTER, FIT, ranks=16, stride=8)
+    together = bus_bytes_per_second(CLUSTER, FIT, ranks=128, stride=1)
+    assert together == pytest.approx(8 * across)
+    assert bus_bytes_per_second(CLUSTER, FIT, ranks=8, stride=1) == pytest.approx(300e9 * FIT.node)
+
+
+def test_beyond_a_pod_oversubscription_divides_the_rate():
+    pods = replace(CLUSTER, pod_devices=256, oversubscription=7.0)
+    ratio = bus_bytes_per_second(CLUSTER, FIT, ranks=128, stride=8) / bus_bytes_per_second(
+        pods, FIT, ranks=128, stride=8
+    )
+    assert ratio == pytest.approx(7.0)
+    assert bus_bytes_per_second(pods, FIT, ranks=32, stride=8) == bus_bytes_per_second(
+        CLUSTER, FIT, ranks=32, stride=8
+    )
+
+
+def test_small_collectives_have_a_floor_and_one_rank_needs_none():
+    assert collective_seconds(CLUSTER, FIT, 1e9, ranks=1) == 0
+    tiny = collective_seconds(CLUSTER, FIT, 8, ranks=8, passes=2)
+    assert 4e-5 < tiny < 1e-4
+    assert collective_seconds(CLUSTER, FIT, 8, ranks=1024, passes=2) > tiny
+
+
+def test_measured_all_reduces_of_one_node_are_met():
+    """Bus bandwidths of 8 A100 in GB/s by MiB (vTrain's table): 16: 126, 64: 203, 256: 217, 1024: 229."""
+    for mebibytes, published in ((16, 126e9), (64, 203e9), (256, 217e9), (1024, 229e9)):
+        size = mebibytes * 2**20
+        found = size * 2 * 7 / 8 / collective_seconds(CLUSTER, FIT, size, ranks=8, passes=2)
+        assert found == pytest.approx(published, rel=0.25)
+
+
+def test_messages_inside_a_node_are_faster():
+    assert message_seconds(CLUSTER, FIT, 1e8, stride=4) < message_seconds(CLUSTER, FIT, 1e8, stride=8)
+
+
+def test_a_better_machine_is_never_slower():
+    faster = replace(A100, memory_bandwidth=2 * A100.memory_bandwidth)
+    assert seconds(cluster=replace(CLUSTER, machine=faster), fit=FIT) < seconds()
+    stronger = replace(A100, flops={name: 2 * peak for name, peak in A100.flops.items()})
+    assert seconds(cluster=replace(CLUSTER, machine=stronger), fit=FIT) < seconds()
+    wired = replace(CLUSTER, nic_bytes_per_second=2 * CLUSTER.nic_bytes_per_second)
+    assert seconds(cluster=wired) < seconds()
+
+
+def test_parts_add_up_and_recomputation_is_a_part_of_computing():
+    step = step_seconds(GPT3, PLAN, CLUSTER)
+    parts = step.compute + step.bubble + step.tensor + step.context + step.pipeline + step.weights
+    assert step.total == parts + step.gradients + step.optimizer
+    assert 0 < step.recompute < step.compute / 3
+    assert step_seconds(GPT3, replace(PLAN, recompute="none"), CLUSTER).recompute == 0
+
+
+def test_bubbles_of_schedules_stand_in_their_order():
+    bubbles = {
+        name: step_seconds(GPT3, replace(PLAN, schedule=name, chunks=chunks), CLUSTER).bubble
+        for name, chunks in (("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1))
+    }
+    assert bubbles["zb-h2"] < bubbles["zb-h1"] < bubbles["1f1b"]
+    assert bubbles["interleaved"] == pytest.approx(bubbles["1f1b"] / 3)
+
+
+def test_the_bubble_of_equal_stages_is_its_closed_form():
+    work = replace(GPT3, global_batch=16 * 32)
+    step = step_seconds(work, PLAN, CLUSTER)
+    ends = step.compute + step.tensor
+    # (P-1)/M of the mean stage: the head makes the last one 3 % longer than the mean.
+    assert step.bubble / ends == pytest.approx(7 / 32, rel=0.04)
+
+
+def test_zero3_with_small_micro_batches_on_many_devices_scales_badly():
+    """As in Narayanan et al. 2021, table 2 (there from 144 to 44 TFLOP/s, on software of 2021)."""
+    shared = Layout(dp=384, zero=3, recompute="full", attention="unfused", fused=False, micro_batch=4)
+    few = seconds(shared, make_cluster(A100, 384))
+    many = seconds(replace(shared, dp=1536, micro_batch=1), make_cluster(A100, 1536))
+    assert few / many < 0.8 * 1536 / 384
+    plain = seconds(replace(PLAN, dp=16, pp=12, overlap_gradients=False), make_cluster(A100, 1536))
+    assert many > plain
+
+
+def test_embedding_and_head_take_the_place_of_layers_where_that_divides():
+    assert stage_layers(96, 8) == (12, 12)
+    assert stage_layers(70, 12) == (6, 5)
+    assert stage_layers(22, 8) == (3, 2)
+    assert stage_layers(11, 4) == (3, 2)
+
+
+def test_gpt3_takes_about_a_month_on_1024_a100():
+    """Narayanan et al. 2021: 300 billion tokens in 34 days, with everything computed again."""
+    layout = replace(PLAN, zero=0, overlap_gradients=False)
+    days = 300e9 / (1536 * 2048) * seconds(layout) / 86400
+    assert 30 < days < 38
+
+
+def test_degrees_that_do_not_fill_the_cluster_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"dp=16 x tp=8 x pp=8 x cp=1 = 1024 devices, the cluster has 512"
+    ) as found:
+        check_job(GPT3, PLAN, make_cluster(A100, 512))
+    assert found.value.code == "E280"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tp": 5, "dp": 1, "pp": 1}, r"plan.tp=5 does not divide 96; take one of .*4, 6, 8"),
+        ({"cp": 3, "tp": 1, "dp": 1, "pp": 1}, r"plan.cp=3 does not divide 2048; take one of 1, 2, 4"),
+        ({"pp": 100, "tp": 1, "dp": 1}, r"plan.pp=100 x chunks=1 exceeds 96 layers"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(changes, text):
+    layout = replace(PLAN, **changes)
+    with pytest.raises(ConfigError, match=text) as found:
+        check_job(GPT3, layout, make_cluster(A100, layout.num_devices))
+    assert found.value.code == "E281"
+
+
+def test_a_prediction_is_one_entry_of_plans():
+    found = predict(GPT3, PLAN, CLUSTER).to_json()
+    assert found["mesh"] == {"pp": 8, "dp": 16, "cp": 1, "tp": 8}
+    assert found["num_microbatches"] == 96
+    assert {
+        "step_seconds",
+        "mfu",
+        "hfu",
+        "memory_bytes",
+        "zero",
+        "schedule",
+        "recompute",
+        "micro_batch",
+    } <= set(found)
+    assert found["hfu"] == pytest.approx(found["mfu"] * 4 / 3)
+
+
+def test_a_machine_without_runs_says_so():
+    assert calibration_of(find_machine("h100")).fitted
+    assert not calibration_of(find_machine("b200")).fitted

@@ -1,0 +1,111 @@
+"""The shipped table of published runs: read, priced, scored; errors as large as documented and no larger."""
+
+import csv
+from importlib.resources import files
+from itertools import combinations
+from statistics import median
+
+import pytest
+
+from meshwright.simulation.published import Unpriced, read_job
+from meshwright.simulation.scoring import errors_by_source, score_rows, short_source, skipped
+
+TEXT = (files("meshwright.simulation") / "published_runs.csv").read_text(encoding="utf-8")
+ROWS = list(csv.DictReader(TEXT.splitlines()))
+SCORED = score_rows(ROWS)
+
+
+def row_of(identity):
+    return next(row for row in ROWS if row["id"] == identity)
+
+
+def p90(values):
+    return sorted(values)[int(0.9 * len(values))]
+
+
+@pytest.mark.parametrize(
+    ("machines", "most"), [(("a100-80", "a100-40"), (0.06, 0.16)), (("h100", "h100-96"), (0.06, 0.19))]
+)
+def test_step_times_are_met_in_sample(machines, most):
+    errors = [abs(item.time_error) for item in SCORED if item.machine in machines]
+    assert len(errors) > 90
+    assert median(errors) <= most[0]
+    assert p90(errors) <= most[1]
+
+
+def test_schedules_stand_in_their_published_order():
+    """Qi et al. 2023: of each pair of one model and batch, which schedule is faster."""
+    runs = [item for item in SCORED if "Zero Bubble" in item.row["source"]]
+    keys = {(item.row["model_name"], item.row["global_batch"]) for item in runs}
+    right = []
+    for key in keys:
+        group = [item for item in runs if (item.row["model_name"], item.row["global_batch"]) == key]
+        for one, other in combinations(group, 2):
+            published = float(one.row["iteration_time_s"]) - float(other.row["iteration_time_s"])
+            predicted = float(one.row["predicted_iteration_time_s"]) - float(
+                other.row["predicted_iteration_time_s"]
+            )
+            right += [published * predicted > 0] if published else []
+    assert len(right) >= 25
+    assert sum(right) / len(right) >= 0.9
+
+
+def test_the_best_of_blooms_layouts_is_found():
+    """384 A100, 72 layers of 14336: tp x pp x micro-batch; what is predicted best is within 5 % of the best."""
+    sweep = [
+        item for item in SCORED if item.row["model_name"].startswith("GPT 181B") and item.row["gpus"] == "384"
+    ]
+    assert len(sweep) == 20
+
+    def rate(item, column):
+        return float(item.row["global_batch"]) / float(item.row[column])
+
+    chosen = max(sweep, key=lambda item: rate(item, "predicted_iteration_time_s"))
+    best = max(rate(item, "iteration_time_s") for item in sweep)
+    assert rate(chosen, "iteration_time_s") >= 0.95 * best
+
+
+def test_words_of_a_row_become_a_layout():
+    job = read_job(row_of("T0297"))  # Llama 3.1 405B in fp8
+    assert (job.layout.dp, job.layout.tp, job.layout.pp, job.layout.cp, job.layout.chunks) == (8, 8, 8, 2, 8)
+    assert job.layout.precision == "fp8"
+    assert job.layout.attention == "engine"
+    assert job.layout.overlap_tensor
+    assert job.work.model.num_kv_heads == 8
+    bloom = read_job(row_of("T0906"))
+    assert bloom.layout.attention == "unfused"
+    assert bloom.layout.zero == 1
+    assert bloom.work.model.vocab_size == 250_000
+    assert bloom.cluster.nic_bytes_per_second == 4 * 12.5e9 * 0.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"micro_batch": "not stated"}, "micro_batch is not stated"),
+        ({"hardware": "TPU v5p"}, "no machine for 'TPU v5p'"),
+        ({"ep": "8"}, "mixture of experts"),
+        ({"heads": "81"}, "a shape that cannot be built"),
+        ({"tp": "7"}, "degrees do not divide the devices"),
+        ({"source": "a table of LoRA runs"}, "only some weights are trained"),
+    ],
+)
+def test_rows_that_cannot_be_priced_say_why(changes, reason):
+    row = {**row_of("T0906"), **changes}
+    with pytest.raises(Unpriced, match=reason):
+        read_job(row)
+    scored = score_rows([row])
+    assert skipped(scored) == {reason: 1}
+    assert scored[0].row["predicted_mfu"] == ""
+
+
+def test_errors_are_listed_by_source_and_machine():
+    lines = errors_by_source(SCORED)
+    assert lines[-1].source == "all"
+    assert lines[-1].num_times == len(ROWS)
+    assert sum(line.num_times for line in lines[:-1]) == len(ROWS)
+    assert short_source("Narayanan et al. SC21 (arXiv:2104.04473) Table 1") == "Narayanan et al. SC21"
+
+
+def test_no_row_of_the_public_data_set_of_vtrain_is_shipped():
+    assert not [row for row in ROWS if "vtrain" in row["source"].lower()]
