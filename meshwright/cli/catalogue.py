@@ -521,28 +521,6 @@ CATALOGUE = (
         "Capture the model with the loss that reads the batch.",
     ),
     CodeEntry(
-        "E290",
-        "a model whose tensor-parallel layout cannot be derived",
-        "No layout is known for the model by its names, so it would be derived from its graph, and torch.export cannot "
-        "trace the model with its loss: a branch on values, an op without a kernel for tensors without memory.",
-        "Name the roles of its layers in plan.layout, or set plan.tp = 1.",
-    ),
-    CodeEntry(
-        "E291",
-        "a model of which tensor parallelism can split nothing",
-        "The graph of the model has no two layers of which the second could sum what ranks make of parts of the first. "
-        "The message says for each layer what needs it whole.",
-        "Write what multiplies weights as nn.Linear, name roles in plan.layout, or set plan.tp = 1.",
-    ),
-    CodeEntry(
-        "E292",
-        "sizes in a model's code that were not in its graph",
-        "Under a derived layout, sizes that code names (view(B, T, 6, 4)) are replaced by a rank's own, for the calls "
-        "that the graph has. This call is none of them, and with -1 among its sizes it would give wrong numbers "
-        "silently.",
-        "Take sizes from the tensor at hand (x.size(-1)), so that they are right for any part of it.",
-    ),
-    CodeEntry(
         "E280",
         "degrees that do not fill the cluster",
         "dp x tp x pp x cp is the number of devices of the cluster that is priced.",
@@ -573,6 +551,28 @@ CATALOGUE = (
         "a table of published runs that cannot be read",
         "--published wants a CSV file with a header; each row is a run.",
         "See its columns with `meshwright simulate --published shipped --out table.csv`.",
+    ),
+    CodeEntry(
+        "E290",
+        "a model whose tensor-parallel layout cannot be derived",
+        "No layout is known for the model by its names, so it would be derived from its graph, and torch.export cannot "
+        "trace the model with its loss: a branch on values, an op without a kernel for tensors without memory.",
+        "Name the roles of its layers in plan.layout, or set plan.tp = 1.",
+    ),
+    CodeEntry(
+        "E291",
+        "a model of which tensor parallelism can split nothing",
+        "The graph of the model has no two layers of which the second could sum what ranks make of parts of the first. "
+        "The message says for each layer what needs it whole.",
+        "Write what multiplies weights as nn.Linear, name roles in plan.layout, or set plan.tp = 1.",
+    ),
+    CodeEntry(
+        "E292",
+        "sizes in a model's code that were not in its graph",
+        "Under a derived layout, sizes that code names (view(B, T, 6, 4)) are replaced by a rank's own, for the calls "
+        "that the graph has. This call is none of them, and with -1 among its sizes it would give wrong numbers "
+        "silently.",
+        "Take sizes from the tensor at hand (x.size(-1)), so that they are right for any part of it.",
     ),
     CodeEntry(
         "E301",

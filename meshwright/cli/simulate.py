@@ -69,6 +69,10 @@ def _read(
     where = parse_cluster(cluster or str(keys.get("cluster", "")))
     name = str(run.get("model", {}).get("source", source)).removeprefix("preset:")
     model = find_model(name)
+    if not model.num_heads:
+        raise ConfigError(
+            "E283", f"{model.name} is a {model.family}: only transformers are priced; take gpt-nano"
+        )
     tokens = seq or run.get("data", {}).get("seq_len") or model.max_seq_len
     size = batch or run.get("train", {}).get("global_batch") or where.num_devices
     start = Layout(micro_batch=1)
@@ -76,10 +80,6 @@ def _read(
     if plan:
         layout = parse_layout(plan, start=layout, num_devices=where.num_devices)
     work = Workload(model, _sequences(tokens, "--seq"), _sequences(size, "--batch"))
-    if not model.num_heads:
-        raise ConfigError(
-            "E283", f"{model.name} is a {model.family}: only transformers are priced; take gpt-nano"
-        )
     if layout.precision == "fp8" and "fp8" not in where.machine.flops:
         raise ConfigError("E283", f"plan.precision='fp8': {where.machine.name} has no fp8; take bf16")
     return work, layout, where
