@@ -18,8 +18,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 from meshwright.errors import CheckpointError
+from meshwright.layout.stripes import Stripe, wrong_cover
 
 FORMAT = 1
+# Of manifests in which parts of several runs occur: an earlier version must not read them.
+FORMAT_OF_STRIPES = 2
 MANIFEST_NAME = "manifest.json"
 Kind = Literal["parameter", "buffer", "optimizer", "generator"]
 MODEL_KINDS = ("parameter", "buffer")
@@ -27,12 +30,31 @@ MODEL_KINDS = ("parameter", "buffer")
 
 @dataclass(frozen=True)
 class Part:
-    """Flat elements [start, stop) of a logical tensor, as tensor `key` of file number `file`."""
+    """Flat elements of a logical tensor, as tensor `key` of file number `file`.
+
+    Attributes:
+        file: its number.
+        key: of the tensor in the file, 1-D.
+        start: first element.
+        stop: one past the last.
+        length: elements of each of several runs, columns of a matrix; 0: all of [start, stop).
+        stride: from run to run in the logical tensor.
+    """
 
     file: int
     key: str
     start: int
     stop: int
+    length: int = 0
+    stride: int = 0
+
+    @property
+    def stripe(self) -> Stripe:
+        """Its runs; `offset` is in tensor `key`."""
+        if not self.length:
+            return Stripe(self.start, self.stop - self.start)
+        count = (self.stop - self.start - self.length) // self.stride + 1
+        return Stripe(self.start, self.length, count, self.stride, 0, self.length)
 
 
 @dataclass(frozen=True)
@@ -163,7 +185,9 @@ class Manifest:
         """The text of `manifest.json`, with a checksum of itself; the inverse of `from_json`."""
         value = asdict(self)
         value["tensors"] = [_tensor_json(tensor) for tensor in self.tensors]
-        body = {"format": FORMAT, "fingerprint": self.fingerprint, **value}
+        striped = any(part.length for tensor in self.tensors for part in tensor.parts)
+        number = FORMAT_OF_STRIPES if striped else FORMAT
+        body = {"format": number, "fingerprint": self.fingerprint, **value}
         return json.dumps({"checksum": _checksum(body), "manifest": body}, indent=0)
 
     @classmethod
@@ -182,10 +206,10 @@ class Manifest:
                     "E502",
                     f"{path} is damaged: its checksum is {stated:08x}, its content has {found:08x}. {RESTORE}",
                 )
-            if body["format"] != FORMAT:
+            if body["format"] not in (FORMAT, FORMAT_OF_STRIPES):
                 raise CheckpointError(
                     "E502",
-                    f"{path} has format {body['format']}; this version reads format {FORMAT}. Update meshwright.",
+                    f"{path} has format {body['format']}; this version reads formats 1 to {FORMAT_OF_STRIPES}. Update meshwright.",
                 )
             return cls(
                 run=RunFacts(**body["run"]),
@@ -215,18 +239,19 @@ def merge_notes(
     """What each file holds, put together to logical tensors; every element is there once, and nothing is missing.
 
     Args:
-        notes: for each file its tensors as (kind, name, slot, shape, dtype, key, start, stop).
+        notes: for each file its tensors as (kind, name, slot, shape, dtype, key, start, stop), and length and
+            stride of several runs.
         expected: kind, name and shape of every model tensor.
     """
     found: dict[tuple[Kind, str, str], tuple[tuple[int, ...], str, list[Part]]] = {}
     for number, items in enumerate(notes):
-        for kind, name, slot, shape, dtype, key, start, stop in items:
+        for kind, name, slot, shape, dtype, key, start, stop, *runs in items:
             entry = found.setdefault((kind, name, slot), (tuple(shape), dtype, []))
             assert entry[:2] == (tuple(shape), dtype), (
                 f"{kind} {name} {slot}: ranks saved {entry[:2]} and others"
             )
             if stop > start:
-                entry[2].append(Part(number, key, start, stop))
+                entry[2].append(Part(number, key, start, stop, *runs))
     for kind, name, shape in expected:
         empty: tuple[tuple[int, ...], str, list[Part]] = (
             shape,
@@ -246,13 +271,7 @@ def merge_notes(
 
 def cover(tensor: LogicalTensor) -> str:
     """What is wrong with the parts of `tensor`: a gap, an overlap, or nothing (empty text)."""
-    end = 0
-    for part in tensor.parts:
-        if part.start != end:
-            what = "missing" if part.start > end else "there twice"
-            return f"elements {min(end, part.start)} to {max(end, part.start)} are {what}"
-        end = part.stop
-    return "" if end == tensor.numel else f"elements {end} to {tensor.numel} are missing"
+    return wrong_cover((part.stripe for part in tensor.parts), tensor.numel)
 
 
 def _checksum(body: Mapping[str, Any]) -> int:
@@ -260,7 +279,10 @@ def _checksum(body: Mapping[str, Any]) -> int:
 
 
 def _tensor_json(tensor: LogicalTensor) -> list[Any]:
-    parts = [[part.file, part.key, part.start, part.stop] for part in tensor.parts]
+    parts = [
+        [part.file, part.key, part.start, part.stop, *((part.length, part.stride) if part.length else ())]
+        for part in tensor.parts
+    ]
     return [tensor.kind, tensor.name, tensor.slot, list(tensor.shape), tensor.dtype, parts]
 
 

@@ -6,6 +6,8 @@ nothing of who asks.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint.folder import read_manifest
 from meshwright.checkpoint.manifest import LogicalTensor, Manifest
 from meshwright.checkpoint.shardfile import TensorFile, damaged
+from meshwright.layout.stripes import Run, Stripe
 
 # Files that are open at once; a checkpoint of thousands of ranks has more than a process may open.
 _MAX_OPEN = 64
@@ -68,15 +71,28 @@ class CheckpointReader:
         Raises:
             CheckpointError: E502 when a file is damaged.
         """
-        stop, done = start + out.numel(), 0
+        self.read_runs_into(tensor, out, [(start, 0, out.numel())])
+
+    def read_runs_into(self, tensor: LogicalTensor, out: Tensor, runs: Sequence[Run]) -> None:
+        """Read several runs of flat elements of `tensor`, ascending, into their places in the 1-D tensor `out`.
+
+        Raises:
+            CheckpointError: E502 when a file is damaged.
+        """
+        starts = [start for start, _, _ in runs]
+        done = 0
         for part in tensor.parts:
-            first, last = max(start, part.start), min(stop, part.stop)
-            if first < last:
-                target = out[first - start : last - start]
-                self._file(part.file).read_into(part.key, target, start=first - part.start)
-                done += last - first
-        if done != out.numel():
-            raise damaged(self.path, f"of {tensor.label} elements are missing between {start} and {stop}")
+            stripe = part.stripe
+            # The run before may reach into this part.
+            first = max(0, bisect_right(starts, part.start) - 1)
+            for start, low, high in runs[first : bisect_left(starts, part.stop)]:
+                for begin, place, length in _overlaps(stripe, start, start + high - low):
+                    target = out[low + begin - start : low + begin - start + length]
+                    self._file(part.file).read_into(part.key, target, start=place)
+                    done += length
+        wanted = sum(high - low for _, low, high in runs)
+        if done != wanted:
+            raise damaged(self.path, f"of {tensor.label} {wanted - done:,} of {wanted:,} elements are missing")
 
     def read(self, tensor: LogicalTensor) -> Tensor:
         """The whole tensor, on the host."""
@@ -95,3 +111,15 @@ class CheckpointReader:
         file = self._open.pop(number)
         self._bytes_of_closed += file.bytes_read
         file.close()
+
+
+def _overlaps(stripe: Stripe, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(first in the whole, first in the stored tensor, length) of what a stored stripe has of [start, stop)."""
+    stride = stripe.stride or stripe.length or 1
+    first = max(0, (start - stripe.start - stripe.length) // stride + 1)
+    last = min(stripe.count, -((stripe.start - stop) // stride))
+    for number in range(first, last):
+        at = stripe.start + number * stripe.stride
+        low, high = max(start, at), min(stop, at + stripe.length)
+        if low < high:
+            yield low, number * stripe.length + low - at, high - low

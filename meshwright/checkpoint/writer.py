@@ -43,6 +43,8 @@ class Item:
         shape: of the logical tensor.
         start: first flat element.
         values: 1-D.
+        length: elements of each of several runs; 0: they are one.
+        stride: from run to run in the logical tensor.
     """
 
     kind: Kind
@@ -51,12 +53,28 @@ class Item:
     shape: tuple[int, ...]
     start: int
     values: Tensor
+    length: int = 0
+    stride: int = 0
+
+    @property
+    def stop(self) -> int:
+        """One past the last flat element."""
+        if not self.length:
+            return self.start + self.values.numel()
+        return self.start + (self.values.numel() // self.length - 1) * self.stride + self.length
+
+    def place_of(self, whole: Tensor) -> Tensor:
+        """Its elements (1-D, or runs by their number) of the flat whole tensor, which shares its memory."""
+        if not self.length:
+            return whole[self.start : self.stop]
+        shape = (self.values.numel() // self.length, self.length)
+        return whole.as_strided(shape, (self.stride, 1), whole.storage_offset() + self.start)
 
     @property
     def key(self) -> str:
         """Its name in the file."""
-        stop = self.start + self.values.numel()
-        return f"{self.kind}/{self.name}{'/' if self.slot else ''}{self.slot}[{self.start}:{stop}]"
+        runs = f":{self.length}/{self.stride}" if self.length else ""
+        return f"{self.kind}/{self.name}{'/' if self.slot else ''}{self.slot}[{self.start}:{self.stop}{runs}]"
 
 
 @dataclass(frozen=True)
@@ -273,7 +291,8 @@ def _note(item: Item) -> list[object]:
         dtype_name(item.values.dtype),
         item.key,
         item.start,
-        item.start + item.values.numel(),
+        item.stop,
+        *((item.length, item.stride) if item.length else ()),
     ]
 
 

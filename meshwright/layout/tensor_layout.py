@@ -15,6 +15,7 @@ from typing import Literal
 
 from meshwright.errors import PlanError
 from meshwright.layout.layout import Cut, Layout
+from meshwright.layout.stripes import Stripe, stripes_of
 
 # What a module is in a layout: rows of a table; outputs that stay cut (of heads or of any width); inputs that are cut;
 # whole inputs with outputs that are gathered; whole inputs whose parts' outputs are summed.
@@ -219,6 +220,11 @@ class TensorLayout:
             end = min(stop, (number + 1) * chunk)
             yield number * whole + offset + place, start, end
             start = end
+
+    def stripes(self, name: str, local: Sequence[int], start: int, stop: int) -> list[Stripe]:
+        """The same in few values; `offset` counts from `start`."""
+        runs = [(first, low - start, high - start) for first, low, high in self.runs(name, local, start, stop)]
+        return stripes_of(runs)
 
 
 class LayoutMaker:

@@ -74,7 +74,7 @@ class Checkpoints:
         self._facts = facts
         self._say = say
         self._groups = groups
-        self._group = (groups or state.engine.groups).all
+        self._group = (groups or state.engine.groups).everyone
         self._is_first = self._group.index == 0
         self._writer: Writer | None = None
         self._saved_step = -1

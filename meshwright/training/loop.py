@@ -304,11 +304,6 @@ class Run:
 
     def _resume(self, request: ResumeFrom) -> None:
         config = self.config
-        if self.groups.model is not None:
-            raise PlanError(
-                "E228",
-                f"--resume with plan.tp = {self.plan.mesh.size('tp')} is not built. Start anew, or set plan.tp=1.",
-            )
         self.resumed = self.checkpoints.resume(
             request, optimizer=config.train.optimizer.name, numbers=model_numbers(config)
         )

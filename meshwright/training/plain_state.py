@@ -5,15 +5,17 @@ Owns names and values as `nn.Module.state_dict` has them, in the type of the mas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.writer import Item
 from meshwright.comm import ops
 from meshwright.errors import CheckpointError
 from meshwright.sharding.engine import ShardingEngine
-from meshwright.training.saving import aliases, items_to_save, owned_pieces
+from meshwright.training.saving import aliases, items_to_save, owned_pieces, runs_of, whole_shapes
 from meshwright.training.state import TrainState
 
 
@@ -22,22 +24,23 @@ def stream_state(state: TrainState) -> Iterator[tuple[str, Tensor | None]]:
 
     Every rank must iterate to the end. No rank holds more than one whole tensor at a time.
     """
-    engine = state.engine
-    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    engine, everyone = state.engine, state.engine.groups.everyone
+    pieces: dict[str, list[Item]] = {}
     for item in items_to_save(state):
         if item.kind in ("parameter", "buffer"):
-            pieces.setdefault(item.name, []).append((item.start, item.values))
-    same = aliases(engine.model)
+            pieces.setdefault(item.name, []).append(item)
+    same, shapes = aliases(engine.model), whole_shapes(engine)
     dtypes = {owned.name: owned.values.dtype for owned in owned_pieces(engine)}
     for name, tensor in engine.model.state_dict(keep_vars=True).items():
         first = same.get(name, name)
         dtype = dtypes.get(first, tensor.dtype)
-        whole = torch.zeros(tensor.numel(), dtype=dtype, device=engine.device)
-        for start, values in pieces.get(first, []):
-            whole[start : start + values.numel()] = values
+        whole = torch.zeros(math.prod(shapes[first]), dtype=dtype, device=engine.device)
+        for item in pieces.get(first, []):
+            place = item.place_of(whole)
+            place.copy_(item.values.view(place.shape))
         # As bytes: each comes from one rank, and zeros of the others keep every bit of it, signs of zeros too.
-        ops.reduce(whole.view(torch.uint8), engine.group, index=0, cause=f"state of {name}").wait()
-        yield name, whole.view(tensor.shape).cpu() if engine.group.index == 0 else None
+        ops.reduce(whole.view(torch.uint8), everyone, index=0, cause=f"state of {name}").wait()
+        yield name, whole.view(shapes[first]).cpu() if everyone.index == 0 else None
 
 
 def load_plain_state(engine: ShardingEngine, values: Mapping[str, Tensor]) -> None:
@@ -46,7 +49,8 @@ def load_plain_state(engine: ShardingEngine, values: Mapping[str, Tensor]) -> No
     Raises:
         CheckpointError: E501 where names or shapes are not the model's.
     """
-    wanted = {name: tuple(t.shape) for name, t in engine.model.state_dict(keep_vars=True).items()}
+    same, shapes = aliases(engine.model), whole_shapes(engine)
+    wanted = {name: shapes[same.get(name, name)] for name in engine.model.state_dict(keep_vars=True)}
     given = {name: tuple(value.shape) for name, value in values.items()}
     wrong = [name for name in wanted if given.get(name) != wanted[name]] + [
         n for n in given if n not in wanted
@@ -60,6 +64,8 @@ def load_plain_state(engine: ShardingEngine, values: Mapping[str, Tensor]) -> No
         )
     with torch.no_grad():
         for owned in owned_pieces(engine):
-            flat = values[owned.name].reshape(-1)[owned.start : owned.start + owned.values.numel()]
-            owned.values.copy_(flat.view(owned.values.shape))
+            flat = values[owned.name].reshape(-1)
+            parts = [flat[first : first + high - low] for first, low, high in runs_of(engine, owned)]
+            if parts:
+                owned.values.copy_(torch.cat(parts).view(owned.values.shape))
         engine.publish_masters()

@@ -128,7 +128,6 @@ def _check_context_parallel(config: RunConfig) -> None:
 def _check_tensor_parallel(config: RunConfig) -> None:
     """E228 for what is not built with tp and is no matter of the plan alone; E201 for a known architecture."""
     refused = {
-        f"save.every = {config.save.every}": config.save.every is not None,
         'train.optimizer.name = "muon"': config.train.optimizer.name == "muon",
     }
     for what, is_asked in refused.items():

@@ -2,7 +2,8 @@
 
 Owns what belongs to a checkpoint: parameters as the optimizer holds them, optimizer state by parameter, persistent
 buffers, states of generators, and the few numbers of `TrainState`. Must not know files or the order of saves. What
-several ranks hold alike is written once, spread over them by elements.
+several ranks hold alike is written once, spread over data-parallel ranks by elements. Of a model that is cut over tp,
+each rank writes and reads the intervals of the whole that its part is; what tp ranks hold alike is the first one's.
 
 Simplification: buffers that a model does not count as its state (`persistent=False`) are left to its constructor.
 """
@@ -21,6 +22,8 @@ from meshwright.checkpoint.writer import Item
 from meshwright.comm import ops
 from meshwright.comm.ops import DataGroups
 from meshwright.errors import CheckpointError
+from meshwright.layout.stripes import Run
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.sharding.engine import ShardingEngine, ShardParameter
 from meshwright.training.state import TrainState
 
@@ -32,7 +35,7 @@ class Owned:
     Attributes:
         kind: what it is.
         name: of the whole tensor.
-        shape: of the whole tensor.
+        shape: of the whole tensor, or of this rank's part over tp, which `start` counts in.
         start: first flat element.
         values: the memory itself, 1-D where it is a piece.
         shard: what the optimizer sees of it, if it is trained.
@@ -52,25 +55,39 @@ def items_to_save(state: TrainState, groups: DataGroups | None = None) -> list[I
     `groups`: workers and servers of an asynchronous run, where the state is of a rank alone and what its optimizer
     updates is its part.
     """
-    engine = state.engine
+    engine, layout = state.engine, state.engine.tensor_layout
     items = []
-    for owned, first, last in _share(_sharded(engine, _shards(state, groups)), *engine.replica):
-        items.append(_item(owned, first, last))
+    held = [owned for owned in _sharded(engine, _shards(state, groups)) if _writes(layout, owned)]
+    for owned, first, last in _share(held, *engine.replica):
+        items += _items(layout, owned, first, last)
         if owned.shard is not None:
-            items += _state_items(owned.shard, state.optimizer.state_of(owned.shard), first, last)
+            found = state.optimizer.state_of(owned.shard)
+            items += _state_items(layout, owned.shard, found, first, last)
     groups = groups or engine.groups
     if not groups.is_server:  # its buffers saw no sample
-        workers = groups.workers
-        items += [_item(*part) for part in _share(_replicated(engine), workers.index, workers.size)]
+        held = [owned for owned in _replicated(engine) if _writes(layout, owned)]
+        for part in _share(held, groups.workers.index, groups.workers.size):
+            items += _items(layout, *part)
     return items + _generator_items(engine)
+
+
+def _writes(layout: TensorLayout | None, owned: Owned) -> bool:
+    """Whether this rank of those that hold parts of one copy writes a tensor."""
+    return layout is None or layout.counts(owned.name)
 
 
 def expected_tensors(engine: ShardingEngine) -> list[tuple[Kind, str, tuple[int, ...]]]:
     """Kind, name and shape of every parameter and persistent buffer of the model."""
     wanted: list[tuple[Kind, str, tuple[int, ...]]] = [
-        ("parameter", name, tuple(parameter.shape)) for name, parameter in engine.model.named_parameters()
+        ("parameter", name, _whole_shape(engine.tensor_layout, name, tuple(parameter.shape)))
+        for name, parameter in engine.model.named_parameters()
     ]
     return wanted + [("buffer", name, tuple(buffer.shape)) for name, buffer in _buffers(engine.model)]
+
+
+def whole_shapes(engine: ShardingEngine) -> dict[str, tuple[int, ...]]:
+    """Shape of every whole parameter and persistent buffer, by name."""
+    return {name: shape for _, name, shape in expected_tensors(engine)}
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
@@ -86,6 +103,12 @@ def aliases(model: nn.Module) -> dict[str, str]:
 def owned_pieces(engine: ShardingEngine) -> list[Owned]:
     """Everything this rank holds of the model, copies that other ranks hold too included."""
     return [*_sharded(engine, engine.shards), *_replicated(engine)]
+
+
+def runs_of(engine: ShardingEngine, owned: Owned) -> list[Run]:
+    """Where the elements of a piece are in the whole tensor, in their order."""
+    stop = owned.start + owned.values.numel()
+    return _runs(engine.tensor_layout, owned.name, owned.shape, owned.start, stop)
 
 
 def _shards(state: TrainState, groups: DataGroups | None) -> Sequence[ShardParameter]:
@@ -142,20 +165,50 @@ def _share(owned: Sequence[Owned], index: int, count: int) -> Iterator[tuple[Own
             yield item, item.start + first, item.start + last
 
 
-def _item(owned: Owned, first: int, last: int) -> Item:
+def _whole_shape(layout: TensorLayout | None, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if layout is None else layout.logical_shape(name, shape)
+
+
+def _runs(
+    layout: TensorLayout | None, name: str, shape: tuple[int, ...], start: int, stop: int
+) -> list[Run]:
+    """Where flat elements [start, stop) of a rank's part are in the whole tensor."""
+    if layout is None:
+        return [(start, start, stop)]
+    return list(layout.runs(name, shape, start, stop))
+
+
+def _items(layout: TensorLayout | None, owned: Owned, first: int, last: int) -> list[Item]:
     values = owned.values.reshape(-1)[first - owned.start : last - owned.start]
-    return Item(owned.kind, owned.name, "", owned.shape, first, values)
+    return _striped(layout, Item(owned.kind, owned.name, "", owned.shape, first, values))
 
 
-def _state_items(shard: ShardParameter, state: dict[str, Tensor], first: int, last: int) -> Iterator[Item]:
+def _striped(layout: TensorLayout | None, item: Item) -> list[Item]:
+    """An item of a rank's part as items of the whole."""
+    if layout is None:
+        return [item]
+    shape = layout.logical_shape(item.name, item.shape)
+    stop, flat = item.start + item.values.numel(), item.values.contiguous()
+    items = []
+    for stripe in layout.stripes(item.name, item.shape, item.start, stop):
+        size, stride = (stripe.count, stripe.length), (stripe.local_stride, 1)
+        values = flat.as_strided(size, stride, flat.storage_offset() + stripe.offset).reshape(-1)
+        runs = (stripe.length, stripe.stride) if stripe.count > 1 else (0, 0)
+        items.append(Item(item.kind, item.name, item.slot, shape, stripe.start, values, *runs))
+    return items
+
+
+def _state_items(
+    layout: TensorLayout | None, shard: ShardParameter, state: dict[str, Tensor], first: int, last: int
+) -> Iterator[Item]:
     """Optimizer state of elements [first, last); what is one for the parameter goes with its first element."""
     piece = shard.piece
     for slot, value in state.items():
         flat = value.detach().reshape(-1)
         if value.dim() and flat.numel() == piece.stop - piece.start:
             part = flat[first - piece.start : last - piece.start]
-            yield Item("optimizer", shard.name, slot, _state_shape(shard), first, part)
-        elif first == 0:
+            yield from _striped(layout, Item("optimizer", shard.name, slot, _state_shape(shard), first, part))
+        elif first == 0 and (layout is None or layout.index == 0):
             yield Item("optimizer", shard.name, slot, tuple(value.shape), 0, flat)
 
 
@@ -188,20 +241,23 @@ def load_items(state: TrainState, reader: CheckpointReader, groups: DataGroups |
     Raises:
         CheckpointError: E502 for a damaged file, E505 for optimizer state that nobody takes.
     """
-    engine = state.engine
+    engine, layout = state.engine, state.engine.tensor_layout
     _check_optimizer(state, reader)
     with torch.no_grad():
         for owned in owned_pieces(engine):
-            _fill(owned.values, reader, reader.model_tensor(owned.name), owned.start)
-        count = sum(_load_state(state, shard, reader) for shard in _shards(state, groups))
+            _fill(owned.values, reader, reader.model_tensor(owned.name), runs_of(engine, owned))
+        count = 0
+        for shard in _shards(state, groups):
+            loaded = _load_state(state, shard, reader)
+            count += loaded if layout is None or layout.counts(shard.name) else 0
         engine.publish_masters()
     numbers = torch.tensor([float(count)], dtype=torch.float64, device=engine.device)
-    ops.all_reduce(numbers, (groups or engine.groups).all, cause="count optimizer state").wait()
+    ops.all_reduce(numbers, (groups or engine.groups).everyone, cause="count optimizer state").wait()
     stored = sum(
         tensor.numel for tensors in reader.manifest.optimizer.values() for tensor in tensors if tensor.shape
     )
-    loaded = int(numbers.item()) // engine.replica[1]
-    assert loaded == stored, f"{loaded:,} elements of optimizer state were loaded of {stored:,}"
+    found = int(numbers.item()) // engine.replica[1]
+    assert found == stored, f"{found:,} elements of optimizer state were loaded of {stored:,}"
 
 
 def state_numbers(state: TrainState) -> dict[str, float]:
@@ -236,23 +292,28 @@ def _check_optimizer(state: TrainState, reader: CheckpointReader) -> None:
         )
 
 
-def _fill(values: Tensor, reader: CheckpointReader, tensor: LogicalTensor, start: int) -> None:
+def _fill(values: Tensor, reader: CheckpointReader, tensor: LogicalTensor, runs: Sequence[Run]) -> None:
+    """Read runs of the whole, which lie one after another in `values`."""
+    first = runs[0][1] if runs else 0
+    places = [(start, low - first, high - first) for start, low, high in runs]
     if values.is_contiguous():
-        reader.read_into(tensor, values.view(-1), start=start)
+        reader.read_runs_into(tensor, values.view(-1), places)
         return
     flat = torch.empty(values.numel(), dtype=values.dtype)
-    reader.read_into(tensor, flat, start=start)
+    reader.read_runs_into(tensor, flat, places)
     values.copy_(flat.view(values.shape))
 
 
 def _load_state(state: TrainState, shard: ShardParameter, reader: CheckpointReader) -> int:
     """Load the state of one piece; the number of elements, numbers of whole parameters left out."""
+    layout, piece = state.engine.tensor_layout, shard.piece
     loaded, count = {}, 0
     for tensor in reader.manifest.optimizer.get(shard.name, ()):
         dtype = getattr(torch, tensor.dtype)
-        if tensor.shape == _state_shape(shard):
+        if tensor.shape == _whole_shape(layout, shard.name, _state_shape(shard)):
             value = torch.empty_like(shard.parameter, dtype=_state_dtype(dtype, shard.parameter))
-            reader.read_into(tensor, value.view(-1), start=shard.piece.start)
+            runs = _runs(layout, shard.name, _state_shape(shard), piece.start, piece.stop)
+            _fill(value, reader, tensor, runs)
             count += value.numel()
         else:
             value = torch.empty(tensor.shape, dtype=dtype, device=shard.parameter.device)
@@ -272,7 +333,7 @@ def _state_dtype(saved: torch.dtype, parameter: Tensor) -> torch.dtype:
 def load_generators(engine: ShardingEngine, reader: CheckpointReader) -> bool:
     """Put back the generators of this rank; whether the checkpoint has them for just these ranks."""
     manifest = reader.manifest
-    if manifest.world_size != engine.group.size or not manifest.generators:
+    if manifest.world_size != engine.groups.everyone.size or not manifest.generators:
         return False
     for name, now in _generator_states(engine).items():
         saved = manifest.generators.get(name)

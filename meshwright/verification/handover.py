@@ -21,7 +21,7 @@ from meshwright.verification.rank import CandidateRank
 
 def save_rank(rank: CandidateRank, handover: Handover) -> None:
     """Write this rank's part of the checkpoint; rank 0 waits for all."""
-    state, group = rank.state, rank.engine.group
+    state, group = rank.state, rank.engine.groups.everyone
     writer = Writer(
         Place(handover.folder, group.index, group.size, "verify"),
         background=False,

@@ -30,8 +30,13 @@ def resumed_job(job: VerifyJob) -> VerifyJob:
     name = "zero1" if plan.policy.name == "zero3" else "zero3"
     ownership: Ownership = "whole" if optimizer == "muon" else "flat"
     policy = find_policy(name, bucket_bytes=plan.policy.bucket_bytes, ownership=ownership)
+    tp = max(1, plan.mesh.size("tp") - 1)  # fewer are legal wherever more are
     changed: TrainPlan = replace(
-        plan, mesh=MeshSpec.of(dp_shard=other), policy=policy, micro_batch=-(-samples // other)
+        plan,
+        mesh=MeshSpec.of(dp_shard=other, tp=tp),
+        policy=policy,
+        micro_batch=-(-samples // other),
+        sequence_parallel=plan.sequence_parallel and tp > 1,
     )
     if plan.servers:
         changed = replace(changed, sync="native", servers=0)

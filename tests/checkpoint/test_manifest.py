@@ -70,7 +70,7 @@ def test_a_text_cut_or_changed_at_any_place_is_noticed():
 def test_a_later_format_is_not_guessed_at():
     body = json.loads(example().to_json())["manifest"] | {"format": 9}
     checksum = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-    with pytest.raises(CheckpointError, match="format 9; this version reads format 1"):
+    with pytest.raises(CheckpointError, match="format 9; this version reads formats 1 to 2"):
         Manifest.from_json(json.dumps({"checksum": checksum, "manifest": body}), path="m")
 
 
