@@ -209,7 +209,8 @@ class Manifest:
             if body["format"] not in (FORMAT, FORMAT_OF_STRIPES):
                 raise CheckpointError(
                     "E502",
-                    f"{path} has format {body['format']}; this version reads formats 1 to {FORMAT_OF_STRIPES}. Update meshwright.",
+                    f"{path} has format {body['format']}; this version reads formats 1 to "
+                    f"{FORMAT_OF_STRIPES}. Update meshwright.",
                 )
             return cls(
                 run=RunFacts(**body["run"]),

@@ -92,7 +92,9 @@ class CheckpointReader:
                     done += length
         wanted = sum(high - low for _, low, high in runs)
         if done != wanted:
-            raise damaged(self.path, f"of {tensor.label} {wanted - done:,} of {wanted:,} elements are missing")
+            raise damaged(
+                self.path, f"of {tensor.label} {wanted - done:,} of {wanted:,} elements are missing"
+            )
 
     def read(self, tensor: LogicalTensor) -> Tensor:
         """The whole tensor, on the host."""

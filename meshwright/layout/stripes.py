@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 # (first in the whole, first in local memory, one past the last there).
 Run = tuple[int, int, int]
@@ -79,7 +80,7 @@ def wrong_cover(stripes: Iterable[Stripe], numel: int) -> str:
     rectangles = sorted(rectangle for stripe in stripes for rectangle in _rectangles(stripe, width))
     rows = sorted({row for top, bottom, *_ in rectangles for row in (top, bottom)})
     end, place, active = 0, 0, []
-    for top, bottom in zip(rows, rows[1:], strict=False):
+    for top, bottom in pairwise(rows):
         while place < len(rectangles) and rectangles[place][0] == top:
             active.append(rectangles[place])
             place += 1

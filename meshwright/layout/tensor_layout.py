@@ -223,7 +223,9 @@ class TensorLayout:
 
     def stripes(self, name: str, local: Sequence[int], start: int, stop: int) -> list[Stripe]:
         """The same in few values; `offset` counts from `start`."""
-        runs = [(first, low - start, high - start) for first, low, high in self.runs(name, local, start, stop)]
+        runs = [
+            (first, low - start, high - start) for first, low, high in self.runs(name, local, start, stop)
+        ]
         return stripes_of(runs)
 
 

@@ -24,7 +24,7 @@ from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
-from meshwright.errors import NumericsError, PlanError
+from meshwright.errors import NumericsError
 from meshwright.layout.tensor_layout import CutRegion
 from meshwright.training import header
 from meshwright.training.activations import budget_schedules, subject_of

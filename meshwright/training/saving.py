@@ -169,9 +169,7 @@ def _whole_shape(layout: TensorLayout | None, name: str, shape: tuple[int, ...])
     return shape if layout is None else layout.logical_shape(name, shape)
 
 
-def _runs(
-    layout: TensorLayout | None, name: str, shape: tuple[int, ...], start: int, stop: int
-) -> list[Run]:
+def _runs(layout: TensorLayout | None, name: str, shape: tuple[int, ...], start: int, stop: int) -> list[Run]:
     """Where flat elements [start, stop) of a rank's part are in the whole tensor."""
     if layout is None:
         return [(start, start, stop)]

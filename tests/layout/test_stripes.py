@@ -35,7 +35,11 @@ def test_any_interval_of_any_part_is_its_runs_in_at_most_three_stripes(dim, size
 
 
 def test_parts_of_a_fused_dim_are_one_stripe_each():
-    runs = [(row * 12 + part * 4, row * 6 + part * 2, row * 6 + part * 2 + 2) for row in range(9) for part in range(3)]
+    runs = [
+        (row * 12 + part * 4, row * 6 + part * 2, row * 6 + part * 2 + 2)
+        for row in range(9)
+        for part in range(3)
+    ]
     assert stripes_of(runs, period=3) == [Stripe(4 * part, 2, 9, 12, 2 * part, 6) for part in range(3)]
 
 

@@ -112,6 +112,7 @@ def check(case: dict, plan: str, processes: int, **options) -> None:
     names = ["data", "loss", "activations", "gradients", "grad_norm", "parameters", "optimizer", "replicas"]
     assert all(result.check(name).compared > 0 for name in names)
     assert result.check("counts").compared > 0
+    assert result.check("resume").compared > 0
     limit = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 0.1}[options.get("precision", "fp64")]
     assert max(found.worst_relative for found in result.checks) < limit
 
@@ -313,7 +314,7 @@ def test_a_world_that_tp_does_not_divide_is_refused():
     ("override", "code", "text"),
     [
         ("plan.tp=8", "E201", "tp=8 exceeds the 4 heads of gpt-nano. Valid tp: 1..4"),
-        ("save.every=end", "E228", "save.every = end with plan.tp = 2 is not built"),
+        ("train.optimizer.name=muon", "E228", 'train.optimizer.name = "muon" with plan.tp = 2 is not built'),
     ],
 )
 def test_what_a_run_file_asks_for_in_vain_is_refused_before_it_starts(override, code, text):
