@@ -226,7 +226,7 @@ class TensorLayout:
         runs = [
             (first, low - start, high - start) for first, low, high in self.runs(name, local, start, stop)
         ]
-        return stripes_of(runs)
+        return stripes_of(runs, period=self.cuts[name].parts if name in self.cuts else 1)
 
 
 class LayoutMaker:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from meshwright.layout.layout import Cut
-from meshwright.layout.stripes import Stripe, stripes_of, wrong_cover
+from meshwright.layout.stripes import Stripe, wrong_cover
 from meshwright.layout.tensor_layout import TensorLayout
 
 
@@ -35,12 +35,10 @@ def test_any_interval_of_any_part_is_its_runs_in_at_most_three_stripes(dim, size
 
 
 def test_parts_of_a_fused_dim_are_one_stripe_each():
-    runs = [
-        (row * 12 + part * 4, row * 6 + part * 2, row * 6 + part * 2 + 2)
-        for row in range(9)
-        for part in range(3)
+    layout = TensorLayout(2, 0, {"w": Cut("tp", 1, (2, 2), parts=3)})
+    assert layout.stripes("w", (9, 6), 0, 54) == [
+        Stripe(4 * part, 2, 9, 12, 2 * part, 6) for part in range(3)
     ]
-    assert stripes_of(runs, period=3) == [Stripe(4 * part, 2, 9, 12, 2 * part, 6) for part in range(3)]
 
 
 def parts(shape: tuple[int, int], sizes: tuple[int, ...], ways: int) -> list[Stripe]:
