@@ -16,7 +16,9 @@ pytestmark = pytest.mark.parity
 
 
 @pytest.mark.parametrize(
-    ("make", "parameters", "batch"), [(bert, 4.9e9, 256), (resnet152x8, 3.73e9, 128)], ids=["bert", "resnet152x8"]
+    ("make", "parameters", "batch"),
+    [(bert, 4.9e9, 256), (resnet152x8, 3.73e9, 128)],
+    ids=["bert", "resnet152x8"],
 )
 def test_large_models_for_32_devices(make, parameters, batch):
     graph = capture(*make())
