@@ -9,7 +9,10 @@ from meshwright import __version__
 from meshwright.cli import main as entry
 from meshwright.errors import DoesNotFitError, WorkerError
 
-VERBS = ["ckpt", "train", "verify", "demo", "config", "doctor", "draw", "launch", "learn", "explain"]
+VERBS = [
+    *("ckpt", "train", "verify", "demo", "config", "doctor", "draw", "launch", "learn", "explain"),
+    *("partition", "simulate"),
+]
 
 
 def run(*arguments, cwd=None):
