@@ -19,7 +19,7 @@ from meshwright.partitioning.segments import cheapest_cuts
 from meshwright.partitioning.stage_costs import Group, Problem
 from meshwright.partitioning.uncoarsen import uncoarsen
 
-MOST_BLOCKS = 48
+MOST_BLOCKS = 40
 _RANNC_BLOCKS = 30
 
 
