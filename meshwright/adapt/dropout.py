@@ -25,7 +25,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -183,7 +183,8 @@ class _Scope(TorchFunctionMode):
         self._region = region
         self._sequence = sequence
         self._must_agree = must_agree
-        self._places: dict[int, MicroStep] = {}
+        # What was cut when a mask was first drawn: a layer that runs again in backward stands elsewhere.
+        self._places: dict[int, tuple[MicroStep, CutRegion | None]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -219,15 +220,15 @@ class _Scope(TorchFunctionMode):
         # Private, as torch.utils.checkpoint has it: nothing public tells backward from forward (guarded by a test).
         in_forward = torch._C._current_graph_task_id() == -1
         if in_forward:
-            self._places[key] = self.place
+            self._places[key] = self.place, None if self._region is None else replace(self._region)
         elif key not in self._places:
             raise NumericsError(
                 "E209",
                 f"{what} in {module_path()}: recomputed in backward, it draws another mask than in forward. "
                 f"Checkpoint with preserve_rng_state=True.",
             )
-        place = self._places[key]
-        tokens = None if self._region is None else self._region.cut_tokens
+        place, region = self._places[key]
+        tokens = None if region is None else region.cut_tokens
         if tokens is not None and len(shape) > tokens[0] and shape[tokens[0]] == tokens[1][1]:
             shape = torch.Size((*shape[: tokens[0]], tokens[1][2], *shape[tokens[0] + 1 :]))  # of all tokens
         else:
@@ -242,10 +243,8 @@ class _Scope(TorchFunctionMode):
             )
         if in_forward and self._must_agree is not None:
             self._must_agree(f"{what} {rows} {tuple(shape[1:])} {key} {place.total_rows}")
-        if self._region is not None and self._region.channels is not None:
-            return self._cut_draw(
-                self._region, shape, Draw(key, place.first_row * rows, drop_probability), what
-            )
+        if region is not None and region.channels is not None:
+            return self._cut_draw(region, shape, Draw(key, place.first_row * rows, drop_probability), what)
         if tokens is not None:
             return _draw_of_tokens(tokens, shape, Draw(key, place.first_row * rows, drop_probability))
         if partial:

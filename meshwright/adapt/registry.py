@@ -42,7 +42,13 @@ def install(
         batch_norm.install(model, engine.groups.workers),
         linear.install(model, engine),
         # Last, around all of these: what runs again is what ran.
-        install_recompute(model, recompute, weights=engine.gatherer, schedules=schedules).undo,
+        install_recompute(
+            model,
+            recompute,
+            weights=engine.gatherer,
+            schedules=schedules,
+            region=None if engine.tensor_layout is None else engine.tensor_layout.region,
+        ).undo,
     ]
 
     def undo() -> None:

@@ -127,7 +127,10 @@ def _plan_region(plan: SplitPlan, model: nn.Module, region: Region) -> int:
     for other in region.others:
         name = first_name(model, other.parameter)
         plan.maker.cut(name, other.dim, _sizes(units, other.part), other.part.count)
-    for _ in range(sum(region.num_sums)):
+    num_forward, num_backward = region.num_sums
+    for number in range(num_forward):
+        plan.maker.call("all_reduce", within=region.rows[min(number, len(region.rows) - 1)].module)
+    for _ in range(num_backward):
         plan.maker.call("all_reduce")
     return units[plan.group.index]
 

@@ -53,11 +53,20 @@ class SplitPlan:
             return None
         return "whole" if parent in self.tokens.whole_inside else self.tokens.cut
 
-    def call_pair(self) -> None:
+    def call_pair(self, column: str, row: str) -> None:
         """Collectives of a pair, forward and backward."""
-        for op in ("all_reduce",) if self.tokens is None else ("all_gather", "reduce_scatter"):
-            self.maker.call(op)
-            self.maker.call(op)
+        if self.tokens is None:
+            self.maker.call("all_reduce", within=row)
+            self.maker.call("all_reduce")
+            return
+        parent = column.rpartition(".")[0]
+        # A hook before the module in which the pair stands alone is no part of its forward.
+        self.maker.call(
+            "all_gather", within=parent.rpartition(".")[0] if self.tokens_of(parent) == "whole" else column
+        )
+        self.maker.call("all_gather")
+        self.maker.call("reduce_scatter", within=row)
+        self.maker.call("reduce_scatter")
 
 
 def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named: dict[Role, str]) -> None:
@@ -83,7 +92,7 @@ def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named:
         else:
             _plan_repeated(plan, modules, named[role], repeated, shared)
     _plan_row(plan, modules, named["output"], widths)
-    plan.call_pair()
+    plan.call_pair(named["query"], named["output"])
     ours = heads.query[plan.group.index]
     ours_kv = ours if heads.kv is None else heads.kv[plan.group.index]
     for names, whole, part in ((_HEAD_COUNTS, num_heads, ours), (_KV_HEAD_COUNTS, num_kv, ours_kv)):
@@ -125,7 +134,7 @@ def plan_feed_forward(plan: SplitPlan, modules: dict[str, Any], columns: Sequenc
     for column in columns:
         _plan_column(plan, modules, column, sizes, shared)
     _plan_row(plan, modules, row, sizes)
-    plan.call_pair()
+    plan.call_pair(columns[0], row)
 
 
 def _plan_column(
@@ -166,7 +175,7 @@ def plan_embedding(plan: SplitPlan, model: nn.Module, name: str) -> None:
         )
     sizes = plan.maker.sizes(module.num_embeddings, f"rows of {name.rpartition('.')[2]}")
     plan.maker.cut(first_name(model, f"{name}.weight"), 0, sizes)
-    plan.maker.call("all_reduce")
+    plan.maker.call("all_reduce", within=name)
     first = sum(sizes[: plan.group.index])
     plan.forwards[name] = partial(tensor_calls.embedding, module, plan.group, first, f"embedding {name}")
 
@@ -178,8 +187,10 @@ def plan_gathered(plan: SplitPlan, model: nn.Module, name: str) -> None:
     for part in _parts(module):
         plan.maker.cut(first_name(model, f"{name}.{part}"), 0, sizes)
     ends = plan.tokens is not None and plan.tokens.last is None
-    for op in ("all_gather", "all_gather", "reduce_scatter") if ends else ("all_gather", "all_reduce"):
-        plan.maker.call(op)
+    plan.maker.call("all_gather", within=name.rpartition(".")[0])  # of its outputs, where they are used
+    if ends:
+        plan.maker.call("all_gather", within=name)
+    plan.maker.call("reduce_scatter" if ends else "all_reduce")
     tokens = plan.tokens.cut if plan.tokens is not None and ends else None
     plan.forwards[name] = partial(tensor_calls.gathered, module, plan.group, sizes, tokens, f"head {name}")
 
@@ -189,7 +200,7 @@ def plan_summed(plan: SplitPlan, model: nn.Module, name: str) -> None:
     module = cast(nn.Linear, model.get_submodule(name))
     sizes = plan.maker.sizes(module.in_features, f"inputs of {name.rpartition('.')[2]}")
     plan.maker.cut(first_name(model, f"{name}.weight"), 1, sizes)
-    plan.maker.call("all_reduce")
+    plan.maker.call("all_reduce", within=name)
     plan.maker.call("all_gather")
     plan.forwards[name] = partial(tensor_calls.summed, module, plan.group, sizes, f"row {name}")
 

@@ -164,7 +164,6 @@ def _check_tensor_parallel(request: PlanRequest) -> None:
         return
     refused = {
         f'plan.sync = "{request.sync}"': request.sync == "parameter_server",
-        f'plan.recompute = "{request.recompute}"': request.recompute.is_active,
     }
     for what, is_asked in refused.items():
         if is_asked:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -128,6 +129,16 @@ class CutRegion:
         """Heads and channels are whole again."""
         self.heads = self.channels = None
 
+    @contextmanager
+    def as_in(self, other: CutRegion) -> Iterator[None]:
+        """What was cut at another moment is cut for a while, as where a layer runs again."""
+        before = (self.heads, self.channels, self.tokens)
+        self.heads, self.channels, self.tokens = other.heads, other.channels, other.tokens
+        try:
+            yield
+        finally:
+            self.heads, self.channels, self.tokens = before
+
     @property
     def cut_tokens(self) -> TokenRange | None:
         """`tokens`, where tensors have all channels: between the pairs."""
@@ -155,6 +166,7 @@ class TensorLayout:
         repeated: module name to the key/value head of each head of its output, where these are repeated.
         inside: chunks that a dim of a tensor between a column and a row split may have.
         calls: collectives of one micro-step over the group, forward and backward.
+        forwards: (module, collective) for each of these that a module's forward makes.
         partial: parameters of which each rank has the gradient of its tokens alone (sequence parallelism).
         warnings: texts with W201 about uneven chunks, W203 about what is on every rank.
         region: changes while the model runs: what of its tensors is cut just now.
@@ -168,6 +180,7 @@ class TensorLayout:
     repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
     inside: tuple[tuple[int, ...], ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
+    forwards: tuple[tuple[str, str], ...] = ()
     partial: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
     region: CutRegion = field(default_factory=CutRegion, compare=False)
@@ -175,6 +188,15 @@ class TensorLayout:
     def counts(self, name: str) -> bool:
         """Whether this rank is the one of its group that counts parameter `name` in sums over all of them."""
         return name in self.cuts or self.index == 0
+
+    def calls_again(self, reruns: Iterable[str]) -> Counter[str]:
+        """Collectives of a micro-step that forwards of the modules `reruns` make again in backward."""
+        return Counter(
+            op
+            for module in reruns
+            for name, op in self.forwards
+            if name == module or name.startswith(f"{module}.")
+        )
 
     def logical_shape(self, name: str, local: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole parameter of which this rank holds `local`."""
@@ -242,6 +264,7 @@ class LayoutMaker:
         self._inside: dict[tuple[int, ...], None] = {}
         self._repeated: dict[str, RepeatedHeads] = {}
         self._calls: Counter[str] = Counter()
+        self._forwards: list[tuple[str, str]] = []
         self._partial: frozenset[str] = frozenset()
         self._warnings: dict[str, None] = {}
 
@@ -266,9 +289,11 @@ class LayoutMaker:
         self._repeated[module] = heads
         self._calls["all_reduce"] += num_tensors
 
-    def call(self, op: str) -> None:
-        """One collective a micro-step."""
+    def call(self, op: str, within: str = "") -> None:
+        """One collective a micro-step; `within`: the module whose forward makes it."""
         self._calls[op] += 1
+        if within:
+            self._forwards.append((within, op))
 
     def is_partial(self, parameters: Iterable[str]) -> None:
         """Each rank has the gradient of its tokens alone; they are summed once a step."""
@@ -312,6 +337,7 @@ class LayoutMaker:
             inside=tuple(sorted(self._inside)),
             repeated=MappingProxyType(self._repeated),
             calls=MappingProxyType(dict(self._calls)),
+            forwards=tuple(self._forwards),
             partial=self._partial,
             warnings=tuple(self._warnings),
             region=self.region,

@@ -20,13 +20,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.layout.tensor_layout import CutRegion
 from meshwright.nested import tensors_in
 from meshwright.partitioning.checkpointing import Redo, Save, Span
 from meshwright.recompute.forwards import Forward, replace_forwards
@@ -52,6 +53,7 @@ class _Call:
         before: the call that makes some of the inputs; None where all are kept.
         again: how the part of the chain runs again that begins where inputs are kept.
         replay: puts randomness and autocast back.
+        cut: what was cut over tp when it began; None: nothing ever is.
         holders: what autograd keeps of it, in order.
     """
 
@@ -61,6 +63,7 @@ class _Call:
     before: _Call | None
     again: Span
     replay: Callable[[], AbstractContextManager[None]]
+    cut: CutRegion | None = None
     holders: list[weakref.ref[Holder]] = field(default_factory=list)
 
     def part(self) -> list[_Call]:
@@ -89,16 +92,25 @@ class Recomputer:
         modules: name to module, in the order of the chain.
         schedule: over them.
         weights: where they are.
+        region: what is cut over tp while the modules run; None: nothing ever is. They then run again to their end:
+            which collectives a backward makes does not depend on what their last lines keep.
 
     Attributes:
         reruns: name of a module to how often it ran again so far.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], schedule: Span, weights: Weights) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        schedule: Span,
+        weights: Weights,
+        region: CutRegion | None = None,
+    ) -> None:
         over = (schedule.first, schedule.stop)
         assert over == (0, len(modules)), f"{schedule} is not over {len(modules)} modules"
         self._modules = list(modules.items())
         self._weights = weights
+        self._region = region
         self._redo = _redo_by_layer(schedule)
         self._forwards: list[Forward] = []
         # The newest call and its results: what the next one may be linked to. Weak: what nobody needs goes at once.
@@ -145,6 +157,7 @@ class Recomputer:
             before if linked else None,
             redo.again,
             replay=replay(device),
+            cut=replace(self._region) if self._region is not None else None,
         )
 
     def _predecessor(self, layer: int, redo: Redo) -> _Call | None:
@@ -197,12 +210,13 @@ class Recomputer:
     def _run_again(self, call: _Call, made: list[Tensor], *, saves: bool, ends: bool) -> list[Tensor]:
         """One layer on what the layer before `made`; its results, none where it was ended early."""
         args, kwargs = call.arguments.again(made, call.name)
-        collector = Collector(call, self._weights, ends=ends)
+        collector = Collector(call, self._weights, ends=ends and call.cut is None)
         name = self._modules[call.layer][0]
         self.reruns[name] += 1
         hooks = collector.hooks() if saves else nullcontext()
         try:
-            with self._weights.using(name), call.replay(), torch.set_grad_enabled(saves), hooks:
+            cut = nullcontext() if self._region is None or call.cut is None else self._region.as_in(call.cut)
+            with self._weights.using(name), call.replay(), torch.set_grad_enabled(saves), hooks, cut:
                 result = self._forwards[call.layer](*args, **kwargs)
         except Enough:
             result = None

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout.recompute import Recomputation, RecomputePlan
+from meshwright.layout.tensor_layout import CutRegion
 from meshwright.partitioning.checkpointing import Span, constant, every, reruns_of
 from meshwright.recompute import operations, selective
 from meshwright.recompute.executor import Recomputer
@@ -53,6 +54,7 @@ def install(
     *,
     weights: Weights | None = None,
     schedules: Mapping[str, Span] | None = None,
+    region: CutRegion | None = None,
 ) -> Installed:
     """Wrap the modules of `model` that `plan` names; instances change, classes do not.
 
@@ -61,6 +63,7 @@ def install(
         plan: which modules keep what.
         weights: where they are; None: they stay.
         schedules: name of a chain's first module to its schedule, for budgets.
+        region: what is cut over tp while the model runs; None: nothing ever is.
 
     Raises:
         PlanError: E242 where a rule matches nothing.
@@ -81,7 +84,7 @@ def install(
         elif kind != "none":
             first = next(iter(chain.modules))
             schedule = (schedules or {}).get(first) or schedule_of(chain.kept, len(chain.modules))
-            recomputers.append(Recomputer(chain.modules, schedule, where))
+            recomputers.append(Recomputer(chain.modules, schedule, where, region))
             undos.append(recomputers[-1].install())
 
     def undo() -> None:

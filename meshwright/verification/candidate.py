@@ -510,7 +510,9 @@ class _Candidate:
                 name = _call_name("all_reduce", workers.axis)
                 named[name] += sum(_num_statistics(use, again) for use in uses[part])
             if self._model.size > 1:
-                for op, count in self._layout.calls.items():
+                reruns = [name for names in again.values() for name in names]
+                tensor_calls = Counter(self._layout.calls) + self._layout.calls_again(reruns)
+                for op, count in tensor_calls.items():
                     named[_call_name(op, self._model.axis)] += count * per_step
                 buckets = [bucket for unit in engine.units for bucket in unit.buckets if bucket.trainable]
                 num_partial = sum(bucket.parameters[0].is_partial for bucket in buckets)

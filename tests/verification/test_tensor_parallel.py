@@ -150,6 +150,34 @@ def test_tensor_parallel_with_everything_else(plan, processes, precision):
         check({"subject": subject}, plan, processes, steps=2, precision=precision)
 
 
+@pytest.mark.parametrize(
+    ("subject", "plan", "processes"),
+    [
+        ("dropout", "tp=2,zero=3,sequence_parallel=true,recompute=every:2", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.parity)
+            for case in [
+                ("gpt", "tp=2,zero=0,recompute=full", 2),
+                ("dropout", "tp=3,zero=1,sequence_parallel=true,recompute=full", 3),
+                ("dropout", "tp=2,zero=3,recompute=selective", 4),
+                ("dropout", "tp=2,zero=3,recompute=selective:dropout+linear", 4),
+                ("llama", "tp=4,zero=1,sequence_parallel=true,recompute=constant", 4),
+                ("llama", "tp=3,zero=2,recompute=full", 6),
+                ("hf", "tp=2,zero=3,sequence_parallel=true,recompute=full", 4),
+            ]
+        ),
+    ],
+)
+def test_what_runs_again_makes_its_collectives_again_and_no_sum_twice(subject, plan, processes):
+    """The counts are declared; masks are those of the first run, on the same part of the tokens, heads and channels."""
+    check({"subject": subject}, plan, processes, steps=2, global_batch=6)
+
+
+@pytest.mark.parity
+def test_layers_split_on_their_own_run_again():
+    check({"subject": "gpt"}, "tp=2,zero=3,recompute=full", 2, steps=2, layout=NAIVE["ours"])
+
+
 class Handmade(nn.Module):
     """An attention with its number of heads as a constant, and a feed-forward with an activation of its own."""
 
@@ -293,7 +321,6 @@ def refused(build, plan: str, processes: int, **options) -> str:
 @pytest.mark.parametrize(
     ("plan", "options", "what"),
     [
-        ("tp=2,recompute=full", {}, 'plan.recompute = "full" with plan.tp = 2 is not built'),
         ("tp=2,sync=parameter_server", {}, 'plan.sync = "parameter_server" with plan.tp = 2 is not built'),
         ("tp=2", {"optimizer": "muon"}, 'train.optimizer.name = "muon" with plan.tp = 2 is not built'),
     ],
