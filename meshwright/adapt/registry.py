@@ -47,7 +47,7 @@ def install(
             recompute,
             weights=engine.gatherer,
             schedules=schedules,
-            region=None if engine.tensor_layout is None else engine.tensor_layout.region,
+            region=engine.region,
         ).undo,
     ]
 

@@ -38,7 +38,7 @@ from meshwright.errors import LoopError
 from meshwright.layout.bucket import Piece, Unit
 from meshwright.layout.grouping import Division, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
-from meshwright.layout.tensor_layout import TensorLayout
+from meshwright.layout.tensor_layout import CutRegion, TensorLayout
 from meshwright.sharding.gatherer import GatheredUnit, Gatherer
 from meshwright.sharding.host import HostCopies
 from meshwright.sharding.memory import BucketMemory, Initialiser
@@ -304,6 +304,11 @@ class ShardingEngine:
                     self._gatherer.finish_evaluation()
 
     # What the training step and checkpoints read.
+
+    @property
+    def region(self) -> CutRegion | None:
+        """What is cut over tp while the model runs; None: nothing ever is."""
+        return None if self.tensor_layout is None else self.tensor_layout.region
 
     @property
     def replica(self) -> tuple[int, int]:

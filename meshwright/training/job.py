@@ -113,12 +113,6 @@ class Job:
                 f"plan.cp = {config.plan.cp} is not built for loops of your own. Train by a run file (meshwright train "
                 f"run.toml), or set plan.cp=1.",
             )
-        if config.plan.tp > 1:
-            raise PlanError(
-                "E228",
-                f"plan.tp = {config.plan.tp} is not built for loops of your own. Train by a run file (meshwright train "
-                f"run.toml), or set plan.tp=1.",
-            )
         self.device = choose_device(config, world)
         self._plan = self._plan_for(world.size, None)
         log = CommLog(world.rank, world.size, self._files.ring(world.rank))
@@ -134,6 +128,7 @@ class Job:
         for text in mesh.warnings:
             self._console.line(text)
         self._group = mesh.group("dp")
+        self._everyone = mesh.data_groups().everyone
         rules = LoopRules(config.train.seed, config.train.dropout, config.train.clip_norm)
         self._site = Site(self._plan, mesh, rules)
         self._checkpoints = JobCheckpoints(self.run_dir, self._plan, self._position, say=self._console.line)
@@ -315,7 +310,7 @@ class Job:
 
     def barrier(self) -> None:
         """Return once every rank has come here."""
-        ops.barrier(self._group, cause="barrier of the script")
+        ops.barrier(self._everyone, cause="barrier of the script")
 
     def mean(self, value: float | Tensor) -> float:
         """Mean over ranks of one number of each; every rank calls."""

@@ -199,7 +199,10 @@ class ShardedModel:
             batch = StepBatch(geometry, partial(_whole, batch))
         if self.rules.dropout == "stateless":
             self.state.randomness = stateless_randomness(
-                batch.geometry, seed=self.rules.seed, must_agree=self._must_agree
+                batch.geometry,
+                seed=self.rules.seed,
+                must_agree=self._must_agree,
+                region=self._engine.region,
             )
         if self._loss is None:
             self._loss = checked_loss(self._engine, self.loss, batch.trial())

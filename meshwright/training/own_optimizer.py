@@ -50,13 +50,16 @@ def make_own_optimizer(
         groups: options of their own for some of them; the others form one group.
 
     Raises:
-        PlanError: E204 for a rule that cannot work on flat shards, or in a step without a closure.
+        PlanError: E204 for a rule that cannot work on flat shards, or in a step without a closure; E228 for one that
+            needs whole parameters under tp.
         LoopError: E706 for parameters that do not exist or have an optimizer already.
     """
     engine = model.state.engine
     names = _chosen(model, only)
     cuts = engine.policy.shards_optimizer and engine.policy.ownership == "flat" and engine.owners.size > 1
     check_rule(kind, options, holds_whole=not cuts)
+    if engine.tensor_layout is not None and engine.tensor_layout.cuts:
+        _check_parts(kind, options, engine.tensor_layout.size)
     shards = tuple(shard for shard in engine.shards if shard.name in names)
     flag = nn.Parameter(torch.empty(0, 0, device=engine.device))
     part = Part(frozenset(names), shards, len(names) == len(_trained(model)), flag)
@@ -135,6 +138,18 @@ def _options_of(name: str, groups: Groups | None) -> Mapping[str, Any]:
     if callable(groups):
         return groups(name)
     return next((options for pattern, options in groups if fnmatchcase(name, pattern)), {})
+
+
+def _check_parts(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], size: int) -> None:
+    """E228 for a rule that would see parts of matrices as matrices."""
+    try:
+        check_rule(kind, options, holds_whole=False)
+    except PlanError as error:
+        raise PlanError(
+            "E228",
+            f"{kind.__name__} looks at whole parameters, and plan.tp = {size} cuts them over ranks. Take a rule that "
+            f"works element by element, e.g. torch.optim.AdamW, or set plan.tp=1.",
+        ) from error
 
 
 def _implementation(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

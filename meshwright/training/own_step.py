@@ -161,7 +161,9 @@ class OpenStep:
         first = (self.done // self._backwards * size + self._group.index) * rows
         place = MicroStep(self._rules.seed, self._state.step, first, rows, rows * size)
         if self._dropout is None:
-            self._dropout = StatelessDropout(must_agree=partial(self._group.log.must_agree, self._group.axis))
+            self._dropout = StatelessDropout(
+                must_agree=partial(self._group.log.must_agree, self._group.axis), region=self._engine.region
+            )
         with self._dropout.entered(place, carrier=self.watch):
             yield
 

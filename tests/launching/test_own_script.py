@@ -138,7 +138,6 @@ def test_a_mistake_on_one_rank_ends_all_and_is_named(script, mode: str, code: st
         ("zero=7", "E109", "plan.zero = 7"),
         ("stage=2", "E101", "unknown key 'plan.stage'"),
         ("pp=2", "E110", "plan.pp"),
-        ("tp=2", "E228", "plan.tp"),
         ("sync=parameter_server", "E223", "your loop runs the model on every rank"),
     ],
 )
