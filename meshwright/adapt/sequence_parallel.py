@@ -159,6 +159,8 @@ def plan_tokens(
             f"Set plan.sequence_parallel=false.",
         )
     ((chain, blocks),) = chains.items()
+    # Where rows stand alone their inputs are channels of whole tokens already.
+    begun = {name.rpartition(".")[0] for name, role in roles.items() if role in _PAIRED and role not in _ROWS}
     norm = _norm_behind(model, chain)
     last = norm or blocks[-1]
     ends_at_head = head_ends and norm is not None and "gathered" in roles.values()
@@ -167,11 +169,12 @@ def plan_tokens(
         first=blocks[0],
         last=None if ends_at_head else last,
         blocks=(*blocks, *([norm] if norm else [])),
-        whole_inside=frozenset(parent for parent in paired if _is_pair_alone(model, parent, roles)),
+        whole_inside=frozenset(parent for parent in begun if _is_pair_alone(model, parent, roles)),
     )
 
 
-_PAIRED: tuple[Role, ...] = ("query", "key", "value", "output", "column", "row")
+_ROWS: tuple[Role, ...] = ("output", "row")
+_PAIRED: tuple[Role, ...] = ("query", "key", "value", "column", *_ROWS)
 
 
 def _inside(name: str, units: Iterable[str]) -> bool:

@@ -92,10 +92,16 @@ def row(
 ) -> Tensor:
     """Whole outputs of a part of the inputs, of all tokens or of this rank's."""
     region.leave()
+    return _row(x, module.weight, module.bias, group, tokens=tokens, cause=cause)
+
+
+def _row(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *, tokens: TokenCut | None, cause: str
+) -> Tensor:
     if tokens is None:
-        return linear.row(x, module.weight, module.bias, group, cause=cause)
-    y = tokens.scatter(F.linear(x, module.weight), cause)
-    return y if module.bias is None else y + module.bias
+        return linear.row(x, weight, bias, group, cause=cause)
+    y = tokens.scatter(F.linear(x, weight), cause)
+    return y if bias is None else y + bias
 
 
 def summed(module: nn.Linear, group: Group, sizes: Sequence[int], cause: str, x: Tensor) -> Tensor:
@@ -109,11 +115,11 @@ def transposed_column(module: Any, shared: SharedInput, group: Group, cause: str
 
 
 def transposed_row(
-    module: Any, region: CutRegion, group: Group, _tokens: None, cause: str, x: Tensor
+    module: Any, region: CutRegion, group: Group, tokens: TokenCut | None, cause: str, x: Tensor
 ) -> Tensor:
-    """As `row`, of a weight (inputs, outputs) and all tokens."""
+    """As `row`, of a weight (inputs, outputs)."""
     region.leave()
-    return linear.row(x, module.weight.t(), module.bias, group, cause=cause)
+    return _row(x, module.weight.t(), module.bias, group, tokens=tokens, cause=cause)
 
 
 def embedding(module: nn.Embedding, group: Group, first: int, cause: str, tokens: Tensor) -> Tensor:

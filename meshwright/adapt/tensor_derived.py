@@ -48,11 +48,13 @@ def kinds_of(model: nn.Module) -> dict[str, LayerKind]:
     return found
 
 
-def plan_derived(plan: SplitPlan, model: nn.Module, derived: DerivedLayout) -> None:
+def plan_derived(
+    plan: SplitPlan, model: nn.Module, derived: DerivedLayout, *, cuts_tokens: bool = False
+) -> None:
     """Decide about all layers of a model.
 
     Raises:
-        PlanError: E201 for more ranks than heads, E291 where nothing can be cut.
+        PlanError: E201 for more ranks than heads, E229 for tokens that cannot be cut, E291 where nothing can be cut.
     """
     if not derived.regions:
         reasons = [f"{name} ({reason})" for name, reason in derived.whole.items()]
@@ -61,6 +63,11 @@ def plan_derived(plan: SplitPlan, model: nn.Module, derived: DerivedLayout) -> N
             f"plan.tp = {plan.group.size}: no layers of {type(model).__name__} can be split over ranks. Whole: "
             f"{', '.join(reasons[:_MOST_REASONS])}. Name roles in plan.layout, or set plan.tp=1.",
         )
+    if cuts_tokens:
+        roles: dict[str, Role] = {c.module: "column" for region in derived.regions for c in region.columns}
+        roles |= {row.module: "row" for region in derived.regions for row in region.rows}
+        roles |= {name.rpartition(".")[0]: "between" for region in derived.regions for name in region.summed}
+        plan.cut_tokens(model, {**roles, **dict.fromkeys(derived.heads, "gathered")}, head_ends=False)
     modules = dict(model.named_modules())
     known: dict[str, dict[ShapeKind, list[LocalCall]]] = {}
     for table in derived.tables:
@@ -120,7 +127,8 @@ def _plan_region(plan: SplitPlan, model: nn.Module, region: Region) -> int:
         place_of(heads, plan.group.index) if region.heads else None,
         place_of(channels, plan.group.index),
     )
-    for sizes in (channels, *([heads] if region.heads else [])):
+    # Key/value heads are one a unit.
+    for sizes in (channels, *([heads, units] if region.heads else [])):
         plan.maker.runs_on(sizes)
     _plan_layers(plan, model, region, units, entry)
     _plan_summed(plan, model, region)
@@ -129,9 +137,9 @@ def _plan_region(plan: SplitPlan, model: nn.Module, region: Region) -> int:
         plan.maker.cut(name, other.dim, _sizes(units, other.part), other.part.count)
     num_forward, num_backward = region.num_sums
     for number in range(num_forward):
-        plan.maker.call("all_reduce", within=region.rows[min(number, len(region.rows) - 1)].module)
-    for _ in range(num_backward):
-        plan.maker.call("all_reduce")
+        plan.call_row(region.rows[min(number, len(region.rows) - 1)].module)
+    for number in range(num_backward):
+        plan.call_columns(region.columns[min(number, len(region.columns) - 1)].module)
     return units[plan.group.index]
 
 
@@ -169,7 +177,11 @@ def _plan_layers(
 ) -> None:
     """Columns, each with the input that it shares, and rows."""
     sources = [column.source for column in region.columns]
-    shared = {source: SharedInput(sources.count(source), entry) for source in sources}
+    parent_of = {column.source: column.module.rpartition(".")[0] for column in region.columns}
+    shared = {
+        source: SharedInput(sources.count(source), entry, plan.tokens_of(parent))
+        for source, parent in parent_of.items()
+    }
     for column in region.columns:
         name, sizes = column.module, _sizes(units, column.part)
         layer = _layer(model.get_submodule(name))
@@ -180,10 +192,11 @@ def _plan_layers(
         plan.forwards[name] = partial(
             layer.column, layer.module, shared[column.source], plan.group, f"column {name}"
         )
+    tokens = None if plan.tokens is None else plan.tokens.cut
     for row in region.rows:
         layer = _layer(model.get_submodule(row.module))
         name = first_name(model, f"{row.module}.weight")
         plan.maker.cut(name, 1 - layer.outputs, _sizes(units, row.part), row.part.count)
         plan.forwards[row.module] = partial(
-            layer.row, layer.module, plan.maker.region, plan.group, None, f"row {row.module}"
+            layer.row, layer.module, plan.maker.region, plan.group, tokens, f"row {row.module}"
         )

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from meshwright.adapt.sequence_parallel import install_tokens, plan_tokens
+from meshwright.adapt.sequence_parallel import install_tokens
 from meshwright.adapt.tensor_derived import kinds_of, plan_derived
 from meshwright.adapt.tensor_plan import (
     SplitPlan,
@@ -25,7 +25,6 @@ from meshwright.adapt.tensor_plan import (
 )
 from meshwright.adapt.tensor_roles import find_roles, unknown_model
 from meshwright.comm.ops import Group
-from meshwright.errors import PlanError
 from meshwright.layout.tensor_layout import LayoutMaker, Role, TensorLayout
 from meshwright.partitioning.tensor_regions import DerivedLayout, LayerKind
 from meshwright.sharding.memory import Initialiser
@@ -66,15 +65,12 @@ def split_model(
         plan = _planned(model, group, roles, own_roles, sequence_parallel)
     elif derive is None:
         raise unknown_model(model, "there is no loss with a batch to read its graph with")
-    elif sequence_parallel:
-        raise PlanError(
-            "E229",
-            f"plan.sequence_parallel with a layout derived from the graph of {type(model).__name__} is not built. "
-            f"Leave it out, or name the roles of its layers in plan.layout.",
-        )
     else:
         plan = SplitPlan(LayoutMaker(group.size, group.index), group)
-        plan_derived(plan, model, derive(kinds_of(model), group.size))
+        plan_derived(plan, model, derive(kinds_of(model), group.size), cuts_tokens=sequence_parallel)
+    if plan.tokens is not None:
+        plan.maker.is_partial(plan.tokens.partial(model, plan.maker.reduced_apart))
+        install_tokens(model, plan.tokens)
     layout = plan.maker.finish()
     _keep_parts(model, layout)
     for name, forward in plan.forwards.items():
@@ -93,14 +89,9 @@ def _planned(
     cuts_tokens: bool,
 ) -> SplitPlan:
     """By parents: an attention, a feed-forward, and layers by themselves."""
-    maker = LayoutMaker(group.size, group.index)
-    tokens = None
+    plan = SplitPlan(LayoutMaker(group.size, group.index), group)
     if cuts_tokens:
-        tokens = plan_tokens(model, group, maker.region, roles, head_ends=not own)
-        maker.call("all_gather")  # into the chain backward
-        if tokens.last is not None:
-            maker.call("all_gather")  # out of it forward
-    plan = SplitPlan(maker, group, tokens)
+        plan.cut_tokens(model, roles, head_ends=not own)
     modules = dict(model.named_modules())
     parents: dict[str, list[str]] = {}
     for name in roles:
@@ -117,9 +108,6 @@ def _planned(
             elif roles[child] == "between":
                 keys = [key for key, _ in modules[child].named_parameters(recurse=False)]
                 plan_between(plan, modules[child], child, keys)
-    if tokens is not None:
-        maker.is_partial(tokens.partial(model, maker.reduced_apart))
-        install_tokens(model, tokens)
     return plan
 
 

@@ -12,7 +12,7 @@ The head's outputs stay cut for a cross-entropy and are gathered for anything el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.adapt import tensor_calls
-from meshwright.adapt.sequence_parallel import TokenPlan
+from meshwright.adapt.sequence_parallel import TokenPlan, plan_tokens
 from meshwright.adapt.tensor_calls import CutEntry, SharedInput, Tokens
 from meshwright.comm.ops import Group
 from meshwright.errors import PlanError
@@ -55,8 +55,18 @@ class SplitPlan:
 
     def call_pair(self, column: str, row: str) -> None:
         """Collectives of a pair, forward and backward."""
+        self.call_row(row)
+        self.call_columns(column)
+
+    def call_row(self, row: str) -> None:
+        """Collectives of the sum behind a row split."""
+        self.maker.call("all_reduce" if self.tokens is None else "reduce_scatter", within=row)
+        if self.tokens is not None:
+            self.maker.call("all_gather")
+
+    def call_columns(self, column: str) -> None:
+        """Collectives of the input of column splits, whose gradient is summed."""
         if self.tokens is None:
-            self.maker.call("all_reduce", within=row)
             self.maker.call("all_reduce")
             return
         parent = column.rpartition(".")[0]
@@ -64,9 +74,14 @@ class SplitPlan:
         self.maker.call(
             "all_gather", within=parent.rpartition(".")[0] if self.tokens_of(parent) == "whole" else column
         )
-        self.maker.call("all_gather")
-        self.maker.call("reduce_scatter", within=row)
         self.maker.call("reduce_scatter")
+
+    def cut_tokens(self, model: nn.Module, roles: Mapping[str, Role], *, head_ends: bool) -> None:
+        """Between the pairs of `roles` ranks have a part of the tokens; see `plan_tokens`."""
+        self.tokens = plan_tokens(model, self.group, self.maker.region, roles, head_ends=head_ends)
+        self.maker.call("all_gather")  # into the chain backward
+        if self.tokens.last is not None:
+            self.maker.call("all_gather")  # out of it forward
 
 
 def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named: dict[Role, str]) -> None:
@@ -208,8 +223,8 @@ def plan_summed(plan: SplitPlan, model: nn.Module, name: str) -> None:
 def plan_between(plan: SplitPlan, module: nn.Module, name: str, own: Sequence[str]) -> None:
     """A module that computes on a part with whole parameters, `own` of its own."""
     trained = tuple(key for key in own if module.get_parameter(key).requires_grad)
-    for _ in trained:
-        plan.maker.call("all_reduce")
+    for key in trained:
+        plan.maker.sums_in_use(f"{name}.{key}")
     what = tensor_calls.Between(module, trained, module.forward)
     plan.forwards[name] = partial(tensor_calls.between, what, plan.group, f"summed {name}")
 

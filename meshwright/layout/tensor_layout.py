@@ -227,6 +227,29 @@ class TensorLayout:
                     return dim, sizes
         return None
 
+    def repeated_in(
+        self, module: str, whole: Sequence[int], local: Sequence[int]
+    ) -> tuple[int, int, tuple[int, ...], int] | None:
+        """(dim, width of a head, heads, heads of the whole) of an output with repeated key/value heads, else None.
+
+        That of the projection itself, or of a module beside it that has them in a dim of their own, as a norm of keys.
+        """
+        own = self.repeated.get(module)
+        if own is not None:
+            return len(whole) - 1, own.width, own.heads, own.num_heads
+        parent = module.rpartition(".")[0]
+        for name, other in self.repeated.items():
+            if name.rpartition(".")[0] != parent or len(whole) != len(local) or len(whole) < 4:
+                continue
+            for dim in range(1, len(whole) - 1):
+                if (
+                    whole[dim] == other.num_heads
+                    and local[dim] == len(other.heads)
+                    and whole[-1] == other.width
+                ):
+                    return dim, 1, other.heads, other.num_heads
+        return None
+
     def runs(self, name: str, local: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Flat elements [start, stop) of this rank's part as intervals of the whole: (first there, first, end)."""
         if name not in self.cuts:
@@ -266,6 +289,7 @@ class LayoutMaker:
         self._calls: Counter[str] = Counter()
         self._forwards: list[tuple[str, str]] = []
         self._partial: frozenset[str] = frozenset()
+        self._summed_in_use: set[str] = set()
         self._warnings: dict[str, None] = {}
 
     def cut(self, parameter: str, dim: int, sizes: tuple[int, ...], parts: int = 1) -> None:
@@ -295,14 +319,19 @@ class LayoutMaker:
         if within:
             self._forwards.append((within, op))
 
+    def sums_in_use(self, parameter: str) -> None:
+        """The gradient of a whole parameter is summed over the group each time that it is used."""
+        self._summed_in_use.add(parameter)
+        self.call("all_reduce")
+
     def is_partial(self, parameters: Iterable[str]) -> None:
         """Each rank has the gradient of its tokens alone; they are summed once a step."""
         self._partial |= frozenset(parameters)
 
     @property
     def reduced_apart(self) -> frozenset[str]:
-        """Parameters that are cut, and modules whose gradients are summed where they are used."""
-        return frozenset(self._cuts) | frozenset(self._repeated)
+        """Parameters that are cut, and parameters and modules whose gradients are summed where they are used."""
+        return frozenset(self._cuts) | frozenset(self._repeated) | frozenset(self._summed_in_use)
 
     def sizes(self, total: int, what: str) -> tuple[int, ...]:
         """Even chunks of `total`; E201 where a rank would get none, W201 where they differ."""

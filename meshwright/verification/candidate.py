@@ -314,11 +314,12 @@ class _Candidate:
                 self._comparer.report(key, f"shape {tuple(tensor.shape)} for {len(part)} samples")
                 return
         positions = self._positions(item, tensor, tokens)
-        repeated = self._layout.repeated.get(module)
+        repeated = self._layout.repeated_in(module, item.shape, tensor.shape)
         if repeated is not None:  # each key/value head once, wherever it is
-            for head in dict.fromkeys(repeated.heads):
-                ours = tensor.narrow(-1, repeated.heads.index(head) * repeated.width, repeated.width)
-                chunk = Chunk((repeated.width,) * repeated.num_heads, head)
+            dim, width, heads, num_heads = repeated
+            for head in dict.fromkeys(heads):
+                ours = tensor.narrow(dim, heads.index(head) * width, width)
+                chunk = Chunk((width,) * num_heads, head, dim)
                 self._comparer.compare(key, ours, start=start, chunk=chunk, positions=positions)
             return
         if cut is None:

@@ -31,11 +31,20 @@ SUBJECTS = {
     "llama": make_hf_llama,
     "qwen3": lambda: make_hf_llama("Qwen3"),
 }
-FACTORS = {"subject": list(SUBJECTS), "tp": [2, 3, 4], "zero": [0, 1, 2, 3], "transport": ["gloo", "shm"]}
+FACTORS = {
+    "subject": list(SUBJECTS),
+    "tp": [2, 3, 4],
+    "way": ["pairs", "tokens"],
+    "zero": [0, 1, 2, 3],
+    "transport": ["gloo", "shm"],
+}
+# Two chains of blocks, or none: tokens are not cut.
+WITHOUT_CHAIN = ("t5", "layers")
 CASES = as_cases(
     [
-        {"subject": "nano dropout", "tp": 3, "zero": 3, "transport": "shm"},
-        *pairwise(FACTORS),
+        {"subject": "nano dropout", "tp": 3, "way": "tokens", "zero": 3, "transport": "shm"},
+        *(c for c in pairwise(FACTORS) if c["way"] == "pairs" or c["subject"] not in WITHOUT_CHAIN),
+        *({"subject": s, "tp": 2, "way": "pairs", "zero": 1, "transport": "shm"} for s in WITHOUT_CHAIN),
     ],
     num_default=1,
 )
@@ -55,7 +64,8 @@ def test_a_derived_layout_is_one_device(case):
         SUBJECTS[case["subject"]],
         loss_of_logits,
         Tokens(VOCABULARY, SEQUENCE),
-        plan=f"tp={case['tp']},zero={case['zero']},transport={case['transport']},bucket_bytes=4096 bytes",
+        plan=f"tp={case['tp']},zero={case['zero']},transport={case['transport']},bucket_bytes=4096 bytes"
+        + (",sequence_parallel=true" if case["way"] == "tokens" else ""),
         processes=processes,
         steps=2,
         layout={"*": "derived"},
