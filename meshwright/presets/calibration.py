@@ -45,26 +45,26 @@ class Calibration:
 
 
 _A100 = Calibration(
-    matmul=0.713,
+    matmul=0.781,
     matmul_fp8=0.6,  # it has none
-    prologue=108.0,
-    memory=1.0,
-    attention=0.317,
-    gap_seconds=2.24e-6,
-    network=0.846,
-    overlap=0.274,
+    prologue=304.0,
+    memory=0.950,
+    attention=0.310,
+    gap_seconds=2.16e-6,
+    network=0.715,
+    overlap=0.541,
     num_units=108,
     node=0.77,
 )
 _H100 = Calibration(
-    matmul=0.687,
-    matmul_fp8=0.647,
-    prologue=600.0,
-    memory=0.663,
-    attention=0.195,
-    gap_seconds=4.1e-6,
+    matmul=0.614,
+    matmul_fp8=0.596,
+    prologue=249.0,
+    memory=0.708,
+    attention=0.194,
+    gap_seconds=2.18e-6,
     network=1.0,
-    overlap=0.83,
+    overlap=0.826,
     num_units=132,
     node=0.82,
 )

@@ -66,7 +66,9 @@ class Layout:
         fused: whether elementwise operations run in few kernels (a compiler, or a library of fused layers).
         gradient_bytes: of one element in the reduction.
         accumulator_bytes: of one element of a second buffer of gradients, which sums over micro-steps.
-        overlap_gradients: whether reductions run beside backward.
+        logit_bytes: of one logit and its gradient at the peak: 6 for a loss that works in place (16 bits and float32),
+            14 for torch's own, which keeps two more in float32.
+        overlap_gradients: whether reductions, and gathers of zero3, run beside computations.
         overlap_tensor: whether tp's collectives run beside products, in pieces.
     """
 
@@ -86,6 +88,7 @@ class Layout:
     fused: bool = True
     gradient_bytes: int = 4
     accumulator_bytes: int = 0
+    logit_bytes: int = 6
     overlap_gradients: bool = True
     overlap_tensor: bool = False
 

@@ -21,9 +21,8 @@ from meshwright.simulation.step import stage_layers, stage_numel
 _GIB = 2**30
 # A device's context with loaded kernels (0.5 to 1.8 GiB, ml-engineering) is outside of what a framework counts.
 _CONTEXT_BYTES = 1.0 * _GIB
+# Of the groups of one axis.
 _BUFFERS_BYTES = 0.5 * _GIB
-# Logits in 16 bits, in float32, their log-softmax or gradient in float32, twice while it is made.
-_LOGIT_BYTES = 14
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,12 @@ def peak_bytes(work: Workload, layout: Layout, cluster: Cluster | None = None) -
     gathered = 2 * 2.0 * layer_numel(work) / layout.tp if layout.zero == 3 and shards > 1 else 0.0
     first, last = _activations(work, layout)
     tokens = layout.micro_batch * work.seq_len / layout.cp
-    logits = _LOGIT_BYTES * tokens * work.model.vocab_size / layout.tp
+    logits = layout.logit_bytes * tokens * work.model.vocab_size / layout.tp
     if layout.pp > 1 and first >= last + logits:
         activations, logits = first, 0.0
     else:
         activations = last
     on_cpu = cluster is not None and cluster.machine.name == "cpu"
-    alone = layout.num_devices == 1
     return PeakBytes(
         weights,
         gradients,
@@ -94,7 +92,9 @@ def peak_bytes(work: Workload, layout: Layout, cluster: Cluster | None = None) -
         gathered,
         activations,
         logits,
-        0.0 if on_cpu or alone else _BUFFERS_BYTES,
+        0.0
+        if on_cpu
+        else _BUFFERS_BYTES * sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp)),
         0.0 if on_cpu else _CONTEXT_BYTES,
     )
 

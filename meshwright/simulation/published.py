@@ -140,15 +140,12 @@ def _layout(row: Row, world: int) -> Layout:
     split = "split in pp" in lower or (is_fsdp and pp > 1)
     engine = "transformerengine" in lower or lower.startswith("te,")
     flash = is_fsdp or engine or ("flash" in lower and "no flash" not in lower) or "torch.compile" in lower
-    stage = 3 if is_fsdp else (1 if "zero-1" in lower or "distributed" in lower else 0)
-    if "shard_grad_op" in lower:
-        stage = 2
     return Layout(
         dp=world // (tp * pp * cp),
         tp=tp,
         pp=pp,
         cp=cp,
-        zero=stage,
+        zero=_zero_stage(lower, is_fsdp=is_fsdp),
         sequence_parallel=row.get("sequence_parallel", "") == "y",
         schedule=_schedule(row),
         chunks=_chunks(row, pp),
@@ -157,11 +154,21 @@ def _layout(row: Row, world: int) -> Layout:
         precision=_precision(row.get("dtype", "").lower()),
         attention="engine" if engine else ("flash" if flash else "unfused"),
         fused=engine or "torch.compile" in lower.replace("no torch.compile", "") or not is_fsdp,
-        gradient_bytes=2 if "pure" in lower else 4,
+        gradient_bytes=2 if "pure" in lower or engine else 4,
+        logit_bytes=14 if "fsdp2" in lower else 6,
         accumulator_bytes=2 if "fp32 grad accumulation" in lower else 0,
         overlap_gradients=is_fsdp or engine or "ddp=torch" in lower or "overlap" in lower,
         overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
     )
+
+
+def _zero_stage(notes: str, *, is_fsdp: bool) -> int:
+    if "shard_grad_op" in notes:
+        return 2
+    if is_fsdp:
+        return 3
+    stage = re.search(r"zero-?([0-3])", notes)
+    return int(stage.group(1)) if stage else int("distributed" in notes)
 
 
 def _precision(dtype: str) -> str:

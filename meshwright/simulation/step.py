@@ -140,9 +140,10 @@ def _weights_seconds(
     numel = layer_numel(work) / layout.tp
     gather = _group_seconds(work, layout, cluster, fit, 2.0 * numel)
     reduce = _group_seconds(work, layout, cluster, fit, float(layout.gradient_bytes) * numel)
-    forward = max(0.0, gather - fit.overlap * (layer.forward + layer.tensor / 2))
+    hidden = fit.overlap if layout.overlap_gradients else 0.0
+    forward = max(0.0, gather - hidden * (layer.forward + layer.tensor / 2))
     behind = layer.inputs + layer.weights + layer.again + layer.tensor / 2
-    return forward + max(0.0, gather + reduce - fit.overlap * behind)
+    return forward + max(0.0, gather + reduce - hidden * behind)
 
 
 def _group_seconds(

@@ -122,7 +122,15 @@ def test_the_bubble_of_equal_stages_is_its_closed_form():
 
 def test_zero3_with_small_micro_batches_on_many_devices_scales_badly():
     """As in Narayanan et al. 2021, table 2 (there from 144 to 44 TFLOP/s, on software of 2021)."""
-    shared = Layout(dp=384, zero=3, recompute="full", attention="unfused", fused=False, micro_batch=4)
+    shared = Layout(
+        dp=384,
+        zero=3,
+        recompute="full",
+        attention="unfused",
+        fused=False,
+        micro_batch=4,
+        overlap_gradients=False,
+    )
     few = seconds(shared, make_cluster(A100, 384))
     many = seconds(replace(shared, dp=1536, micro_batch=1), make_cluster(A100, 1536))
     assert few / many < 0.8 * 1536 / 384

@@ -80,6 +80,21 @@ def test_words_of_a_row_become_a_layout():
 
 
 @pytest.mark.parametrize(
+    ("text", "zero"),
+    [
+        ("ZeRO-3", 3),
+        ("zero2 dp8", 2),
+        ("FSDP2 32", 3),
+        ("FSDP SHARD_GRAD_OP", 2),
+        ("DDP + distributed optimizer (ZeRO-1)", 1),
+        ("none (DP=1)", 0),
+    ],
+)
+def test_stages_of_sharding_are_read(text, zero):
+    assert read_job({**row_of("T0906"), "zero_stage_fsdp": text}).layout.zero == zero
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"micro_batch": "not stated"}, "micro_batch is not stated"),
