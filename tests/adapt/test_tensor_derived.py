@@ -56,8 +56,12 @@ def test_what_the_graph_of_llama_tells_is_the_table(kind, tp):
     """Two key/value heads: split over 2 ranks, on all of 3 and of 4. Qwen3's norms of heads get sums of gradients."""
     _, table = split(kind, tp, tp - 1, roles=None)
     _, found = split(kind, tp, tp - 1)
-    assert sorted(found.warnings) == sorted(table.warnings)
-    assert dataclasses.replace(found, warnings=()) == dataclasses.replace(table, warnings=())
+    # Regions are found in another order than names.
+    found, table = (
+        dataclasses.replace(x, warnings=sorted(x.warnings), forwards=sorted(x.forwards))
+        for x in (found, table)
+    )
+    assert found == table
 
 
 @pytest.mark.parity
