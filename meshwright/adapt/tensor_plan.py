@@ -93,6 +93,8 @@ def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named:
     heads = split_heads(num_heads, num_kv, plan.group.size, where=parent)
     maker.note_uneven(heads.query, f"{num_heads} heads of {parent.rpartition('.')[2]}")
     maker.runs_on(heads.query)
+    if heads.kv is not None:
+        maker.runs_on(heads.kv)
     widths = tuple(n * head_dim for n in heads.query)
     cut = CutEntry(
         plan.maker.region, place_of(heads.query, plan.group.index), place_of(widths, plan.group.index)

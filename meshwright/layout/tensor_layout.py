@@ -366,7 +366,7 @@ class LayoutMaker:
             inside=tuple(sorted(self._inside)),
             repeated=MappingProxyType(self._repeated),
             calls=MappingProxyType(dict(self._calls)),
-            forwards=tuple(self._forwards),
+            forwards=tuple(sorted(self._forwards)),
             partial=self._partial,
             warnings=tuple(self._warnings),
             region=self.region,

@@ -364,19 +364,6 @@ def test_ranks_of_a_copy_that_read_other_samples_are_named():
     assert "E225 ranks 0, 1 hold one copy of the model and got different losses" in text
 
 
-def _norms_twice(candidate) -> None:
-    """The gradient of replicated weights is summed over tp although every rank has all of it."""
-    for name, parameter in candidate.engine.model.named_parameters():
-        if name.endswith("attention_norm.weight"):
-            parameter.register_hook(lambda gradient: gradient * 2)
-
-
-def _norm_counted_twice(candidate) -> None:
-    """Replicated weights enter the norm once for each rank that holds them."""
-    layout = candidate.engine.tensor_layout
-    object.__setattr__(layout, "counts", lambda name: True)
-
-
 def _no_sum_of_repeated_heads(candidate) -> None:
     """Each rank keeps its own part of the gradient of key/value heads that all hold."""
     for name, module in candidate.engine.model.named_modules():
@@ -387,23 +374,16 @@ def _no_sum_of_repeated_heads(candidate) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("fault", "build", "processes", "check_name"),
-    [
-        (_norms_twice, make_gpt, 2, "gradients"),
-        (_norm_counted_twice, make_gpt, 2, "grad_norm"),
-        (_no_sum_of_repeated_heads, make_llama, 4, "gradients"),
-    ],
-)
-def test_silent_faults_are_found(fault, build, processes, check_name):
+def test_a_silent_fault_is_found():
+    """More of them are in the registry."""
     result = meshwright.verify(
-        build,
+        make_llama,
         language_model_loss,
         Tokens(VOCABULARY, SEQUENCE),
-        plan=f"tp={processes}",
-        processes=processes,
+        plan="tp=4",
+        processes=4,
         steps=1,
-        inject=fault,
+        inject=_no_sum_of_repeated_heads,
     )
     assert not result.ok
-    assert not result.check(check_name).ok, result.table()
+    assert not result.check("gradients").ok, result.table()
