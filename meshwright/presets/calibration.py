@@ -82,10 +82,46 @@ def limited(fit: Calibration) -> Calibration:
 _TABLE = {"a100-80": _A100, "a100-40": _A100, "h100": _H100, "h200": _H100, "h100-96": limited(_H100)}
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What is known of a machine whose runs are not fitted.
+
+    Attributes:
+        num_units: multiprocessors, or compute units; a CPU's core is one.
+        like: whose constants it takes.
+        ceiling: fraction of the 16-bit peak that the best of many large products reached; 0: not measured.
+        ceiling_fp8: the same in fp8.
+    """
+
+    num_units: int
+    like: Calibration
+    ceiling: float = 0.0
+    ceiling_fp8: float = 0.0
+
+
+# Ceilings: stas00/ml-engineering, maximum achievable matmul FLOPS (A100 271.2 of 312, H100 794.5 of 989 TFLOP/s).
+_H100_PART = _Part(132, _H100, 0.803, 0.709)
+_PARTS = {
+    "v100": _Part(80, _A100),
+    "v100-16": _Part(80, _A100),
+    "b200": _Part(148, _H100, 0.776, 0.763),
+    "gb200": _Part(148, _H100, 0.729, 0.723),
+    "mi250x": _Part(110, _A100),
+    "mi300x": _Part(304, _H100, 0.511),
+    "l4": _Part(58, _A100),
+    "rtx3090": _Part(82, _A100),
+    "rtx4090": _Part(128, _A100),
+    "cpu": _Part(1, _A100),
+}
+
+
 def calibration_of(machine: Machine) -> Calibration:
-    """The constants of `machine`; of the nearest generation, marked as not fitted, where it has none."""
+    """The constants of `machine`, fitted or taken from the nearest one and its own measured ceilings."""
     found = _TABLE.get(machine.name)
     if found is not None:
         return found
-    near = _H100 if "fp8" in machine.flops else _A100
-    return Calibration(**{**vars(near), "fitted": False})
+    part = _PARTS.get(machine.name, _H100_PART)
+    near = part.like
+    products = near.matmul * (part.ceiling / _H100_PART.ceiling if part.ceiling else 1.0)
+    eighths = near.matmul_fp8 * (part.ceiling_fp8 / _H100_PART.ceiling_fp8 if part.ceiling_fp8 else 1.0)
+    return replace(near, matmul=products, matmul_fp8=eighths, num_units=part.num_units, fitted=False)

@@ -20,10 +20,10 @@ from meshwright.simulation.step import model_flops, step_seconds
 Row = Mapping[str, str]
 # As tables print hardware, to our machines; the first that matches.
 _HARDWARE = (
+    (r"PCIe|power limited", ""),
     (r"A100.*40", "a100-40"),
     (r"A100", "a100-80"),
     (r"H100.*96", "h100-96"),
-    (r"H100.*PCIe", ""),
     (r"H100", "h100"),
     (r"H200", "h200"),
     (r"GB200", "gb200"),
@@ -64,6 +64,8 @@ def read_job(row: Row) -> Job:
     machine = _machine(row)
     if "lora" in " ".join(row.values()).lower():
         raise Unpriced("only some weights are trained")
+    if "fp4" in row.get("dtype", "").lower():
+        raise Unpriced("products in 4 bits")
     model = _model(row)
     world = _whole(row, "gpus")
     layout = _layout(row, world)
@@ -77,8 +79,10 @@ def read_job(row: Row) -> Job:
 def _machine(row: Row) -> Machine:
     text = row.get("hardware", "")
     for pattern, name in _HARDWARE:
-        if re.search(pattern, text) and name:
-            return find_machine(name)
+        if re.search(pattern, text):
+            if name:
+                return find_machine(name)
+            break
     raise Unpriced(f"no machine for {text!r}")
 
 
@@ -205,8 +209,11 @@ def _recompute(row: Row) -> Recompute:
 
 
 def _cluster(row: Row, machine: Machine, world: int) -> Cluster:
+    text = row.get("interconnect", "")
     in_node = _optional(row, "gpus_per_node", machine.devices_per_node)
-    return Cluster(machine, world, in_node, _nic_rate(row.get("interconnect", ""), machine, in_node))
+    # Where fast links span trays, the domain is what counts.
+    in_node = machine.devices_per_node if "NVL72" in text else in_node
+    return Cluster(machine, world, in_node, _nic_rate(text, machine, in_node))
 
 
 def _nic_rate(text: str, machine: Machine, in_node: int) -> float:

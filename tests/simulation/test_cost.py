@@ -7,6 +7,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.presets import find_machine, find_model
 from meshwright.presets.calibration import calibration_of
+from meshwright.presets.machines import MACHINES
 from meshwright.simulation.collectives import bus_bytes_per_second, collective_seconds, message_seconds
 from meshwright.simulation.job import Layout, Workload, check_job
 from meshwright.simulation.kernels import matmul_seconds
@@ -195,3 +196,17 @@ def test_a_prediction_is_one_entry_of_plans():
 def test_a_machine_without_runs_says_so():
     assert calibration_of(find_machine("h100")).fitted
     assert not calibration_of(find_machine("b200")).fitted
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_every_machine_prices_a_plan_below_its_peak(machine):
+    cluster = make_cluster(machine, 8)
+    found = predict(Workload(find_model("gpt2-124m"), 1024, 64), Layout(dp=8, zero=1, micro_batch=4), cluster)
+    assert 0.02 < found.mfu < calibration_of(machine).matmul
+
+
+def test_measured_ceilings_scale_what_a_machine_takes_from_another():
+    """MI300X: 668 of 1,307 TFLOP/s in the best of large products, H100: 794 of 989."""
+    near, own = calibration_of(find_machine("h100")), calibration_of(find_machine("mi300x"))
+    assert own.matmul / near.matmul == pytest.approx(0.511 / 0.803)
+    assert calibration_of(find_machine("cpu")).num_units == 1

@@ -103,6 +103,8 @@ def test_stages_of_sharding_are_read(text, zero):
         ({"heads": "81"}, "a shape that cannot be built"),
         ({"tp": "7"}, "degrees do not divide the devices"),
         ({"source": "a table of LoRA runs"}, "only some weights are trained"),
+        ({"dtype": "NVFP4"}, "products in 4 bits"),
+        ({"hardware": "B200 (power limited)"}, r"no machine for 'B200 \(power limited\)'"),
     ],
 )
 def test_rows_that_cannot_be_priced_say_why(changes, reason):
@@ -110,8 +112,13 @@ def test_rows_that_cannot_be_priced_say_why(changes, reason):
     with pytest.raises(Unpriced, match=reason):
         read_job(row)
     scored = score_rows([row])
-    assert skipped(scored) == {reason: 1}
+    assert skipped(scored) == {reason.replace("\\", ""): 1}
     assert scored[0].row["predicted_mfu"] == ""
+
+
+def test_a_domain_of_fast_links_spans_trays():
+    changes = {"hardware": "GB200", "gpus_per_node": "4", "interconnect": "NVLink5 NVL72 domain"}
+    assert read_job({**row_of("T0297"), **changes}).cluster.devices_per_node == 72
 
 
 def test_errors_are_listed_by_source_and_machine():
