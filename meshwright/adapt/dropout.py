@@ -57,11 +57,13 @@ class StatelessDropout:
         region: tells what is cut over tp where a call is made; None: nothing ever is.
         sequence: tells what of the sequences this rank has; None: all of them.
         must_agree: is told each call of the forwards in a line that all ranks must have alike.
+        calls_before: calls of the micro-step that others make before the first one here.
     """
 
     def __init__(
         self,
         *,
+        calls_before: int = 0,
         must_agree: Callable[[str], None] | None = None,
         region: CutRegion | None = None,
         sequence: SequenceRegion | None = None,
@@ -69,6 +71,7 @@ class StatelessDropout:
         self._must_agree = must_agree
         self._region = region
         self._sequence = sequence
+        self._calls_before = calls_before
         self._scope: _Scope | None = None
         self._words: Tensor | None = None
 
@@ -105,6 +108,8 @@ class StatelessDropout:
             generator.set_state(self._words)
         elif place is not None:
             generator.manual_seed(place.key)
+            for _ in range(self._calls_before):
+                _next_word()
         if self._scope is None and place is not None:
             self._scope = _Scope(place, self._must_agree, self._region, self._sequence)
         elif self._scope is not None and place is not None:
@@ -216,7 +221,7 @@ class _Scope(TorchFunctionMode):
 
     def draw_whole(self, shape: torch.Size, drop_probability: float, *, what: str) -> Draw:
         """The same of whole sequences, whatever part of them this rank has."""
-        key = int(torch.randint(2**63 - 1, (), device="cpu"))
+        key = _next_word()
         # Private, as torch.utils.checkpoint has it: nothing public tells backward from forward (guarded by a test).
         in_forward = torch._C._current_graph_task_id() == -1
         if in_forward:
@@ -288,6 +293,11 @@ def _draw_of_tokens(tokens: TokenRange, shape: torch.Size, of_rows: Draw) -> Dra
         total=total * inner,
         offset=first * inner,
     )
+
+
+def _next_word() -> int:
+    """The key of the next call."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -555,3 +565,24 @@ _HANDLERS: Mapping[Any, Handler] = types.MappingProxyType(
     | dict(_CONDITIONAL)
     | {native: _unmapped(native) for native in _RANDOM}
 )
+
+
+@contextmanager
+def counting() -> Iterator[Callable[[], int]]:
+    """Dropout that drops nothing, and a function that tells how many random calls there have been within."""
+    scope = _CountingScope()
+    with scope:
+        yield lambda: scope.count
+
+
+class _CountingScope(_ShapeScope):
+    """A scope that counts; other random functions draw from torch's generator and count by what they take of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def draw(self, shape: torch.Size, drop_probability: float, *, what: str) -> Draw:
+        """See `_Scope`."""
+        self.count += 1
+        return super().draw(shape, drop_probability, what=what)

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.adapt import batch_norm, dropout, linear, precision
 from meshwright.adapt.dropout import DropoutKind
+from meshwright.adapt.linear import Deferral
 from meshwright.layout.recompute import NOTHING_AGAIN, RecomputePlan
 from meshwright.partitioning.checkpointing import Span
 from meshwright.recompute.install import install as install_recompute
@@ -25,6 +26,7 @@ def install(
     dropout_kind: DropoutKind = "stateless",
     recompute: RecomputePlan = NOTHING_AGAIN,
     schedules: Mapping[str, Span] | None = None,
+    deferral: Deferral | None = None,
 ) -> Callable[[], None]:
     """Adapt `model`, which `engine` shards; instances change, classes do not.
 
@@ -40,7 +42,7 @@ def install(
     undos = [
         precision.install(model, engine.compute_dtype),
         batch_norm.install(model, engine.groups.workers),
-        linear.install(model, engine),
+        linear.install(model, engine, deferral),
         # Last, around all of these: what runs again is what ran.
         install_recompute(
             model,

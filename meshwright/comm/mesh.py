@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.comm.attempt import agree_on_attempt
 from meshwright.comm.log import CommLog
-from meshwright.comm.ops import DataGroups, Group, alone
+from meshwright.comm.ops import DataGroups, Group, PipelineGroups, alone
 from meshwright.comm.transports.base import Transport
 from meshwright.comm.transports.exchange import Choice, ExchangeTransport
 from meshwright.comm.transports.gloo import GlooTransport
@@ -259,9 +259,12 @@ class Mesh:
             groups = DataGroups(everyone, self.group("dp_shard"), self.group("dp_replicate"))
         if self.spec.size("cp") > 1:
             groups = replace(groups, context=self.group("cp"))
-        if self.spec.size("tp") == 1:
-            return groups
-        return replace(groups, model=self.group("tp"), world=self.group("world"))
+        tensor = self.group("tp") if self.spec.size("tp") > 1 else None
+        if self.spec.size("pp") == 1:
+            return groups if tensor is None else replace(groups, model=tensor, tensor=tensor, world=self.group("world"))
+        along = PipelineGroups(self.group("pp"), self.group("pp up"), self.group("pp down"))
+        model = self.group("model") if tensor is not None else along.all
+        return replace(groups, model=model, tensor=tensor, pipeline=along, world=self.group("world"))
 
     def _data_axes(self) -> dict[str, tuple[str, ...]]:
         copies, everyone = self.spec.size("dp_replicate"), self.spec.size(*DATA_AXES)
@@ -272,7 +275,13 @@ class Mesh:
         if self.spec.size("cp") > 1:
             sets |= {"cp": ("cp",)}
         if self.spec.size("tp") > 1:
-            sets |= {"tp": ("tp",), "world": AXIS_NAMES}
+            sets |= {"tp": ("tp",)}
+        if self.spec.size("pp") > 1:
+            sets |= {"pp": ("pp",), "pp up": ("pp",), "pp down": ("pp",)}
+            if self.spec.size("tp") > 1:
+                sets |= {"model": ("pp", "tp")}
+        if self.spec.size("tp", "pp") > 1:
+            sets |= {"world": AXIS_NAMES}
         return sets
 
     def _make_group(self, name: str, axes: Sequence[str]) -> Group:
@@ -280,7 +289,8 @@ class Mesh:
         index = self.spec.index(self.rank, axes)
         if len(ranks) == 1:
             return Group(name, ranks, 0, None, self.log)
-        if len(ranks) == self.spec.world_size:
+        own = name in ("pp up", "pp down")  # NCCL has a communicator a pair of ranks and group
+        if len(ranks) == self.spec.world_size and not own:
             process_group = dist.group.WORLD
         else:
             # Every rank makes every group, in the same order: torch's rule.

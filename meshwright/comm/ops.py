@@ -43,6 +43,41 @@ class Group:
 
 
 @dataclass(frozen=True)
+class PipelineGroups:
+    """The ranks that hold the stages of one copy of the model, in their order along the pipeline.
+
+    A group for each direction: NCCL has one order of messages a pair and communicator.
+
+    Attributes:
+        all: for what they do together.
+        up: messages to ranks behind.
+        down: messages to ranks before.
+    """
+
+    all: Group
+    up: Group
+    down: Group
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.all.size
+
+    @property
+    def index(self) -> int:
+        """This rank's place."""
+        return self.all.index
+
+    def to(self, index: int) -> Group:
+        """For a message to the rank at a place."""
+        return self.up if index > self.index else self.down
+
+    def coming_from(self, index: int) -> Group:
+        """For a message from the rank at a place."""
+        return self.up if index < self.index else self.down
+
+
+@dataclass(frozen=True)
 class DataGroups:
     """The data-parallel ranks, and how they divide a copy of the model.
 
@@ -52,7 +87,9 @@ class DataGroups:
         replicate: ranks that hold the same part of different copies.
         computing: the workers where some ranks are parameter servers, on a server this rank alone; None: all.
         num_servers: ranks at the end of `all` that hold the parameters and have no samples.
-        model: ranks that hold other parts of this rank's copy and see its samples (tp); None: it is alone.
+        model: ranks that hold other parts of this rank's copy and see its samples (pp x tp); None: it is alone.
+        tensor: those of them that share the matrices of the same modules (tp); None: it has them whole.
+        pipeline: those of them that hold other modules, at the same place in `tensor` (pp); None: it has all.
         world: every rank of the run, where `all` is not that.
         context: ranks that read the same samples and hold other parts of their sequences (cp), neighbours in `all`;
             None: this rank has them whole.
@@ -64,6 +101,8 @@ class DataGroups:
     computing: Group | None = None
     num_servers: int = 0
     model: Group | None = None
+    tensor: Group | None = None
+    pipeline: PipelineGroups | None = None
     world: Group | None = None
     context: Group | None = None
 

@@ -244,7 +244,8 @@ def run_job(job: VerifyJob, *, model: str, resume: bool = True) -> VerifyResult:
         )
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
-    handover = Handover(folder / "checkpoint", job.steps - 1) if resume else None
+    has_checkpoints = job.plan.mesh.size("pp") == 1
+    handover = Handover(folder / "checkpoint", job.steps - 1) if resume and has_checkpoints else None
     try:
         target = partial(_reference, cloudpickle.dumps(job), folder / _TENSORS)
         reference: Reference = run_local(target, processes=1, run_dir=folder / "reference")[0]
@@ -354,6 +355,9 @@ def _lock_overrides(path: Path) -> list[str]:
         f"plan.zero={zero}",
     ]
     sizes += _layout_overrides(plan.layout)
+    if plan.mesh.size("pp") > 1:
+        sizes += [f"plan.pp={plan.mesh.size('pp')}", f"plan.schedule={plan.schedule}", f"plan.chunks={plan.chunks}"]
+        sizes += [f"plan.stages={toml_literal(plan.stages)}"] if plan.stages else []
     if plan.mesh.size("cp") > 1:
         sizes.append(f"plan.cp_kind={plan.cp_kind}")
     if plan.mesh.size("dp_replicate") > 1:

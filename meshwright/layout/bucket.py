@@ -30,6 +30,7 @@ class ParameterSpec:
         has_master: whether the optimizer updates a float32 copy of it; gradients are float32 then too.
         is_partial: whether its gradient is still to be summed over the ranks of a copy of the model once a step
             (sequence parallelism), so that those ranks must cut its bucket alike.
+        apart: parameters share buckets with those of the same word only: who else holds them, in a pipeline.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ParameterSpec:
     is_hidden: bool = False
     has_master: bool = False
     is_partial: bool = False
+    apart: str = ""
 
     @property
     def kind(self) -> tuple[str, str, bool, bool]:

@@ -36,6 +36,10 @@ class PlanRequest:
         staleness: steps a worker may be ahead of the slowest (the same sync); None: steps are made together.
         cp: context-parallel ranks, over which sequences are cut.
         cp_kind: how attention sees the whole sequence; None: a ring.
+        pp: ranks along the depth of the model.
+        schedule: order of forwards and backwards over its stages; None: 1f1b.
+        chunks: stages a rank; None: as the schedule has them.
+        stages: modules with which stages begin, without the first.
     """
 
     policy: str | int = "ddp"
@@ -56,11 +60,15 @@ class PlanRequest:
     sequence_parallel: bool = False
     cp: int = 1
     cp_kind: CpKind | None = None
+    pp: int = 1
+    schedule: str | None = None
+    chunks: int | None = None
+    stages: tuple[str, ...] = ()
 
     @property
     def num_model_ranks(self) -> int:
         """Ranks that share the samples of one data-parallel rank."""
-        return self.tp * self.cp
+        return self.tp * self.cp * self.pp
 
 
 def make_plan(
@@ -82,12 +90,13 @@ def make_plan(
     shared = request.num_model_ranks
     _check_tensor_parallel(request)
     _check_context_parallel(request)
+    _check_pipeline(request)
     dp = max(1, (world_size - servers) // shared) if request.dp is None else request.dp
     if dp * shared + servers != world_size:
         beside = f", {servers} of them servers," if servers else ""
         raise PlanError(
             "E200",
-            f"tp {request.tp} x pp 1 x cp {request.cp} x dp {dp} = {shared * dp}, but {world_size} processes "
+            f"tp {request.tp} x pp {request.pp} x cp {request.cp} x dp {dp} = {shared * dp}, but {world_size} processes "
             f"started{beside} (ep is inside dp x cp, it does not multiply). "
             f"{_other_size(request, world_size - servers)}, or start {dp * shared + servers}."
             + (f" Is a world of {world_size} intended? It came from {world_source}." if world_source else ""),
@@ -122,13 +131,16 @@ def make_plan(
         layout=request.layout,
         sequence_parallel=request.sequence_parallel,
         cp_kind=request.cp_kind or DEFAULT_CP_KIND,
+        schedule=_schedule_of(request),
+        chunks=_chunks_of(request),
+        stages=request.stages,
     )
 
 
 def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpec:
     """Copies of the model over `request.hsdp` neighbouring ranks each."""
     if request.hsdp is None:
-        return MeshSpec.of(dp_shard=dp, cp=request.cp, tp=request.tp)
+        return MeshSpec.of(pp=request.pp, dp_shard=dp, cp=request.cp, tp=request.tp)
     if not policy.shards_optimizer:
         raise PlanError(
             "E210",
@@ -138,7 +150,8 @@ def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpe
     if dp % request.hsdp:
         sizes = ", ".join(str(size) for size in range(1, dp + 1) if dp % size == 0)
         raise PlanError("E210", f"plan.hsdp = {request.hsdp} does not divide dp {dp}. Valid: {sizes}.")
-    return MeshSpec.of(dp_replicate=dp // request.hsdp, dp_shard=request.hsdp, cp=request.cp, tp=request.tp)
+    copies = dp // request.hsdp
+    return MeshSpec.of(pp=request.pp, dp_replicate=copies, dp_shard=request.hsdp, cp=request.cp, tp=request.tp)
 
 
 def _other_size(request: PlanRequest, num_ranks: int) -> str:
@@ -146,6 +159,8 @@ def _other_size(request: PlanRequest, num_ranks: int) -> str:
     shared = request.num_model_ranks
     if num_ranks % shared == 0:
         return f"Set plan.dp={num_ranks // shared}"
+    if request.pp > 1:
+        return f"plan.pp x plan.cp x plan.tp = {shared} does not divide {num_ranks}: change one of them"
     if request.cp > 1:
         return f"plan.cp x plan.tp = {shared} does not divide {num_ranks}: change one of them"
     valid = " ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
@@ -181,6 +196,43 @@ def _check_context_parallel(request: PlanRequest) -> None:
         raise PlanError(
             "E255",
             f'plan.sync = "parameter_server" with plan.cp = {request.cp} is not built. Leave it out, or set plan.cp=1.',
+        )
+
+
+def _schedule_of(request: PlanRequest) -> str:
+    """The schedule: 1F1B where nothing is said."""
+    if request.pp == 1:
+        return "serial"
+    return request.schedule or "1f1b"
+
+
+def _chunks_of(request: PlanRequest) -> int:
+    """Stages a rank."""
+    if request.pp == 1:
+        return 1
+    return request.chunks or {"interleaved": 2, "zb-v": 2}.get(_schedule_of(request), 1)
+
+
+def _check_pipeline(request: PlanRequest) -> None:
+    """E260 for stages that are not as many as the plan says, E265 for what is not built together with pp."""
+    if request.pp == 1:
+        if request.stages:
+            raise PlanError(
+                "E260", f"plan.stages = {list(request.stages)} is for a pipeline, and plan.pp = 1. Set plan.pp."
+            )
+        return
+    num_stages = request.pp * _chunks_of(request)
+    if request.stages and len(request.stages) != num_stages - 1:
+        raise PlanError(
+            "E260",
+            f"plan.stages names {len(request.stages)} modules, and plan.pp = {request.pp} with {_chunks_of(request)} "
+            f"chunks has {num_stages} stages: name the {num_stages - 1} modules with which the others than the first "
+            f"begin.",
+        )
+    if request.sync == "parameter_server":
+        raise PlanError(
+            "E265",
+            f'plan.sync = "parameter_server" with plan.pp = {request.pp} is not built. Leave it out, or set plan.pp=1.',
         )
 
 

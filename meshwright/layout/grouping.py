@@ -49,16 +49,17 @@ def group_by_size(
     """
     groups: list[_Group] = []
     # By kind: a few float32 parameters among many of 16 bits close no bucket of these.
-    open_groups: dict[tuple[str, str, bool, bool], list[ParameterSpec]] = {}
+    open_groups: dict[object, list[ParameterSpec]] = {}
 
-    def close(kind: tuple[str, str, bool, bool]) -> None:
+    def close(kind: object) -> None:
         groups.append(_Group(f"bucket {len(groups)}", tuple(open_groups.pop(kind))))
 
     for parameter in reversed([p for p in parameters if p.trainable]):
-        members = open_groups.setdefault(parameter.kind, [])
+        kind = (parameter.kind, parameter.apart)
+        members = open_groups.setdefault(kind, [])
         members.append(parameter)
         if sum(p.numel * p.master_itemsize for p in members) >= bucket_bytes:
-            close(parameter.kind)
+            close(kind)
     for kind in list(open_groups):
         close(kind)
     return (Unit("", tuple(_buckets(groups, division))),)
@@ -79,14 +80,15 @@ def group_by_module(
 
 
 def _by_kind(unit: str, members: Sequence[ParameterSpec]) -> list[_Group]:
-    kinds: dict[tuple[str, str, bool, bool], list[ParameterSpec]] = {}
+    kinds: dict[tuple[tuple[str, str, bool, bool], str], list[ParameterSpec]] = {}
     for parameter in members:
-        kinds.setdefault(parameter.kind, []).append(parameter)
-    several_devices = len({device for device, *_ in kinds}) > 1
+        kinds.setdefault((parameter.kind, parameter.apart), []).append(parameter)
+    several_devices = len({device for (device, *_), _ in kinds}) > 1
     groups = []
-    for (device, dtype, trainable, partial), same in kinds.items():
+    for ((device, dtype, trainable, partial), apart), same in kinds.items():
         suffix = "" if len(kinds) == 1 else f" {dtype}" + ("" if trainable else " frozen")
         suffix += " partial" if partial else ""
+        suffix += f" {apart}" if apart else ""
         groups.append(
             _Group((unit or "root") + suffix + (f" {device}" if several_devices else ""), tuple(same))
         )

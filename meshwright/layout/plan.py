@@ -39,6 +39,9 @@ class TrainPlan:
         servers: ranks behind those of the mesh that hold and update the parameters (sync `parameter_server`).
         staleness: steps that a worker may be ahead of the slowest; None: all make the same step together.
         cp_kind: how attention sees the whole sequence under cp.
+        schedule: order of forwards and backwards over the stages of a pipeline, a name of `schedule/catalogue.py`.
+        chunks: stages that a rank of a pipeline holds.
+        stages: modules with which the stages of a pipeline begin, without the first; empty: balanced by cost.
     """
 
     mesh: MeshSpec
@@ -56,6 +59,14 @@ class TrainPlan:
     layout: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     cp_kind: CpKind = DEFAULT_CP_KIND
+    schedule: str = "serial"
+    chunks: int = 1
+    stages: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the model along its depth."""
+        return self.mesh.size("pp") * self.chunks
 
     @property
     def world_size(self) -> int:
@@ -74,6 +85,9 @@ class TrainPlan:
         tensor = f"tp{self.mesh.size('tp')}" + (" with sequence parallel" if self.sequence_parallel else "")
         name = f"{tensor} · {name}" if self.mesh.size("tp") > 1 else name
         name = f"cp{self.mesh.size('cp')} {self.cp_kind} · {name}" if self.mesh.size("cp") > 1 else name
+        if self.mesh.size("pp") > 1:
+            chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
+            name = f"pp{self.mesh.size('pp')}{chunks} {self.schedule} · {name}"
         if self.servers:
             name = f"{_number(shard, 'worker')}, {_number(self.servers, 'parameter server')}"
         parts = [name, f"micro {self.micro_batch} x accumulate {self.num_microbatches}", self.precision]
@@ -97,6 +111,7 @@ class TrainPlan:
         value: dict[str, Any] = json.loads(text)
         value["mesh"] = MeshSpec.of(**value["mesh"])
         value["recompute"] = parse_recompute(value.get("recompute", "none"))
+        value["stages"] = tuple(value.get("stages", ()))
         value["layout"] = tuple((pattern, role) for pattern, role in value.get("layout", ()))
         value["policy"] = dataclasses.replace(find_policy(value["policy"]["name"]), **value["policy"])
         return cls(**value)

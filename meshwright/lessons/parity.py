@@ -91,7 +91,7 @@ def check_parity(
 def _train_on_rank(mesh: Any, policy: str, shape: tuple[int, int, int], recompute: str) -> dict[str, Any]:
     num_microbatches, num_servers, num_tensor_ranks = shape
     groups, model = groups_of(mesh, num_servers, num_tensor_ranks), small_gpt()
-    split = None if groups.model is None else split_model(model, groups.model, None)[0]
+    split = None if groups.tensor is None else split_model(model, groups.tensor, None)[0]
     layout = split or TensorLayout(1, 0)
     engine = ShardingEngine(
         model, policy=find_policy(policy), groups=groups, device=mesh.device, tensor_layout=split

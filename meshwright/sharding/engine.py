@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,7 @@ class ShardingEngine:
         compute_dtype: of forward and backward, where that is another than the model's parameters have now.
         offload: whether the optimizer's state and what it updates are in host memory.
         tensor_layout: which part of the whole model's parameters `model` has; None: all.
+        apart: of parameters that ranks with another part of the model hold too, a word for these ranks.
     """
 
     def __init__(  # noqa: PLR0913 - what a plan may ask of it
@@ -113,6 +115,7 @@ class ShardingEngine:
         compute_dtype: torch.dtype | None = None,
         offload: bool = False,
         tensor_layout: TensorLayout | None = None,
+        apart: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.model = model
         self.tensor_layout = tensor_layout
@@ -126,7 +129,14 @@ class ShardingEngine:
         first = groups.num_workers if groups.num_servers else 0
         partial = () if tensor_layout is None else tensor_layout.partial
         self.units = plan_units(
-            model, policy, self.owners.size, compute_dtype, places, first_owner=first, partial_names=partial
+            model,
+            policy,
+            self.owners.size,
+            compute_dtype,
+            places,
+            first_owner=first,
+            partial_names=partial,
+            apart=apart,
         )
         parameters = dict(model.named_parameters())
         copies = HostCopies(device) if offload else None
@@ -149,6 +159,8 @@ class ShardingEngine:
         self.compute_dtype = compute_dtype
         self._offloads = offload
         self._used: set[str] = set()
+        # Parameters whose squares a rank with another part of the model counts.
+        self.counted_elsewhere: frozenset[str] = frozenset()
         self._last = True
         self._in_backward = False
         self._next_bucket = 0
@@ -217,10 +229,18 @@ class ShardingEngine:
 
     def start_microbatch(self, *, last: bool) -> None:
         """Before a forward; `last` says that no further micro-batch follows in this step."""
+        self.expect_gradients(last=last)
+        self.start_forward()
+
+    def expect_gradients(self, *, last: bool) -> None:
+        """Before a backward, wherever its forward was; `last` says that none follows in this step."""
         self._last = last
         self._next_bucket = 0
         for memory in self._trained:
             memory.start_microbatch()
+
+    def start_forward(self) -> None:
+        """Before a forward, whenever its backward will be."""
         if self._gatherer is not None:
             self._gatherer.start_forward()
 
@@ -252,8 +272,8 @@ class ShardingEngine:
         for memory in self._trained:
             if memory.copies_sum is not None:
                 memory.copies_sum.wait()
-            if _is_partial(memory) and self.groups.model is not None:
-                total = ops.all_reduce(memory.gradient_shard, self.groups.model, cause="partial gradients")
+            if _is_partial(memory) and self.groups.tensor is not None:
+                total = ops.all_reduce(memory.gradient_shard, self.groups.tensor, cause="partial gradients")
                 total.wait()
             memory.start_fetch()
 
@@ -330,7 +350,7 @@ class ShardingEngine:
 
         Every logical element is counted on exactly one rank, also where gradients are replicated (ddp, tp).
         """
-        if self.tensor_layout is not None:
+        if self.tensor_layout is not None or self.counted_elsewhere:
             return self.norm_squared_of(self.shards)
         total = torch.zeros((), dtype=torch.float64)
         holders = self.groups.replicate if self.policy.shards_optimizer else self.group
@@ -346,6 +366,8 @@ class ShardingEngine:
         index, copies = self.replica
         for shard in shards:
             if self.tensor_layout is not None and not self.tensor_layout.counts(shard.name):
+                continue
+            if shard.name in self.counted_elsewhere:
                 continue
             flat = shard.gradient.reshape(-1)
             bounds = [flat.numel() * i // copies for i in (index, index + 1)]
@@ -406,6 +428,31 @@ class ShardingEngine:
         return result
 
     # Gradients.
+
+    @property
+    def trained_memories(self) -> list[BucketMemory]:
+        """The buckets that get gradients, in the order of their reductions."""
+        return self._trained
+
+    def is_used(self, name: str) -> bool:
+        """Whether a parameter got a gradient on this rank in this step."""
+        return name in self._used
+
+    def mark_used(self, name: str) -> None:
+        """A parameter got a gradient on another rank that holds it."""
+        self._used.add(name)
+
+    def receiver(self, parameter: nn.Parameter) -> Callable[[Tensor], None] | None:
+        """For a trained parameter: a function that takes a gradient that autograd does not hand over."""
+        for memory in self._trained:
+            for position, candidate in enumerate(memory.parameters):
+                if candidate is parameter:
+                    return partial(self._receive, memory, position)
+        return None
+
+    def _receive(self, memory: BucketMemory, position: int, gradient: Tensor) -> None:
+        memory.parameters[position].grad = gradient
+        self._take(memory, position)
 
     def lender(self, parameter: nn.Parameter) -> Callable[[], Tensor | None] | None:
         """For a trained parameter: a function that lends the memory where its gradient belongs, in backward.
@@ -512,12 +559,13 @@ def plan_units(
     *,
     first_owner: int = 0,
     partial_names: Collection[str] = (),
+    apart: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Unit, ...]:
     """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`, `Division`.
 
     What is partial is small, and lies in the root: one sum over the ranks of a copy a step is for all of it.
     """
-    specs = parameter_specs(model, compute_dtype, places, partial=partial_names)
+    specs = parameter_specs(model, compute_dtype, places, partial=partial_names, apart=apart)
     division = Division(num_shards, policy.alignment_numel, policy.ownership, first_owner)
     if policy.shards_parameters:
         unit_of = assign_units(model, find_units(model)) | dict.fromkeys(partial_names, "")

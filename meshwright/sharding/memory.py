@@ -69,6 +69,8 @@ class BucketMemory:
         reductions: the reduction of this micro-batch while it is in flight.
         copies_sum: the step's sum of the gradient shard over copies of the model while it is in flight.
         is_published: whether the weights are what the masters hold since this step's update.
+        is_shared: whether ranks with another part of the model hold the bucket too.
+        awaits_sum: whether their gradients of this step are still to be added.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class BucketMemory:
         self.sums_in_shard = False
         self.shard_holds_sum = False
         self.is_published = False
+        self.is_shared = False
+        self.awaits_sum = False
 
     @property
     def shard_slice(self) -> slice:
@@ -271,7 +275,7 @@ class BucketMemory:
 
     def start_fetch(self) -> None:
         """The gradient of this step is complete: start its way to the optimizer, where that is in host memory."""
-        if self.host is not None and not self.host.is_fetched:
+        if self.host is not None and not self.host.is_fetched and not self.awaits_sum:
             self.host.start_fetch(self.gradient_shard)
 
     def finish_fetch(self) -> None:
@@ -285,6 +289,7 @@ class BucketMemory:
         self.shard_holds_sum = False
         self.copies_sum = None
         self.is_published = False
+        self.awaits_sum = self.is_shared
         if self.host is not None:
             self.host.is_fetched = False
 

@@ -8,6 +8,7 @@ to the root, which stays gathered from the first forward to the end of the backw
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ def parameter_specs(
     places: Mapping[str, torch.device] | None = None,
     *,
     partial: Collection[str] = (),
+    apart: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ParameterSpec]:
     """Every distinct parameter as numbers, in order of registration; a tied one appears once.
 
@@ -46,6 +48,7 @@ def parameter_specs(
         compute_dtype: of forward and backward where that is another; None: the parameters' own.
         places: parameter name to device, for a model that spans several.
         partial: names of those whose gradients are summed over the ranks of a copy of the model, too.
+        apart: parameter name to a word: only those of one word share buckets.
     """
     kept, hidden = parameters_in_master_type(model), hidden_matrices(model)
     specs = []
@@ -62,6 +65,7 @@ def parameter_specs(
                 is_hidden=name in hidden,
                 has_master=parameter.requires_grad and dtype != parameter.dtype,
                 is_partial=name in partial,
+                apart=apart.get(name, ""),
             )
         )
     return specs

@@ -19,10 +19,12 @@ from meshwright.adapt.tensor_parallel import split_model
 from meshwright.comm.ops import DataGroups
 from meshwright.layout.plan import TrainPlan
 from meshwright.partitioning.checkpointing import Span
+from meshwright.pipeline.build import keep_stages
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.sharding.memory import Initialiser
 from meshwright.training.layouts import Example, deriver
 from meshwright.training.precision import COMPUTE_DTYPES
+from meshwright.training.stages import Pipeline
 from meshwright.training.task import check_same_model
 
 
@@ -41,6 +43,7 @@ def shard_model(  # noqa: PLR0913 - where all parts of a run meet
     dropout: DropoutKind,
     schedules: Mapping[str, Span] = MappingProxyType({}),
     example: Example | None = None,
+    pipeline: Pipeline | None = None,
 ) -> ShardingEngine:
     """Shard `model` in place over `groups`, and swap the calls that would depend on the mesh.
 
@@ -53,6 +56,7 @@ def shard_model(  # noqa: PLR0913 - where all parts of a run meet
         dropout: `stateless` or `native`.
         schedules: of chains whose recomputation has a budget, by the name of their first module.
         example: what tp reads the graph of a model with of which no layout is known.
+        pipeline: leaves this rank its stages of `model`.
 
     Raises:
         PlanError: E113 when ranks built different models; E201, E226, E227, E229, E290, E291 for a model that tp cannot
@@ -63,16 +67,19 @@ def shard_model(  # noqa: PLR0913 - where all parts of a run meet
         check_model(model, groups.context.size)
         context_hf.install(model)
     layout = None
-    if groups.model is not None:
+    if groups.tensor is not None:
         derive = None if example is None else deriver(model, example)
         layout, initialiser = split_model(
             model,
-            groups.model,
+            groups.tensor,
             initialiser,
             dict(plan.layout),
             derive,
             sequence_parallel=plan.sequence_parallel,
         )
+    apart: Mapping[str, str] = {}
+    if pipeline is not None and groups.pipeline is not None:
+        apart = keep_stages(model, pipeline.plan, groups.pipeline)
     engine = ShardingEngine(
         model,
         policy=plan.policy,
@@ -82,6 +89,14 @@ def shard_model(  # noqa: PLR0913 - where all parts of a run meet
         compute_dtype=COMPUTE_DTYPES[plan.precision],
         offload=plan.offload == "optimizer",
         tensor_layout=layout,
+        apart=apart,
     )
-    registry.install(model, engine, dropout_kind=dropout, recompute=plan.recompute, schedules=schedules)
+    registry.install(
+        model,
+        engine,
+        dropout_kind=dropout,
+        recompute=plan.recompute,
+        schedules=schedules,
+        deferral=None if pipeline is None else pipeline.deferral,
+    )
     return engine

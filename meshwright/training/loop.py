@@ -26,6 +26,7 @@ from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import NumericsError
 from meshwright.layout.tensor_layout import CutRegion
+from meshwright.pipeline.executor import PipelineExecutor
 from meshwright.training import header
 from meshwright.training.activations import budget_schedules, subject_of
 from meshwright.training.assemble import context_scope, shard_model
@@ -54,9 +55,10 @@ from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, spec_of
 from meshwright.training.planning import plan_of
 from meshwright.training.precision import MASTER_DTYPES, warnings_of
-from meshwright.training.randomness import stateless_randomness
+from meshwright.training.randomness import StatelessDraws
 from meshwright.training.run_ledger import RunLedger
-from meshwright.training.sequences import over_sequences, padding_warning
+from meshwright.training.sequences import cutter, over_sequences, padding_warning
+from meshwright.training.stages import Pipeline, evaluated, make_pipeline
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
 from meshwright.training.task import make_task, model_numbers
@@ -135,10 +137,16 @@ class Run:
         self.loss = no_samples if self.groups.is_server else self.task.loss
         if self.context is not None:
             self.loss = over_sequences(self.loss, self.context)
+        self.executor: PipelineExecutor | None = None
         self.subject = subject_of(self.task, self.plan)
         self.schedules = budget_schedules(self.subject)
         self.ledger = self._predict(world)
+        self.pipeline = self._make_pipeline()
         self.state = self._make_state()
+        if self.pipeline is not None:
+            self.state.stages = self.executor = self.pipeline.executor(self.state.engine)
+            self.executor.cut_batch = None if self.context is None else cutter(self.context)
+            self.loss = evaluated(self.executor)
         if self.ledger is not None:
             self.ledger.meet(self.state)
         self._use_geometry(self._geometry())
@@ -200,12 +208,27 @@ class Run:
             dropout=kind,
             schedules=self.schedules,
             example=Example(self.task.loss, self.task.train_data, plan.micro_batch, plan.precision),
+            pipeline=self.pipeline,
         )
         if engine.tensor_layout is not None:
             for text in engine.tensor_layout.warnings:
                 self.console.line(text)
         scale = LossScale() if plan.precision == "fp16" else None
         return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards), loss_scale=scale)
+
+    def _make_pipeline(self) -> Pipeline | None:
+        made = make_pipeline(
+            self.task.model,
+            self.task.loss,
+            self.task.train_data,
+            self.plan,
+            self.groups,
+            device=self.device,
+            cut_batch=None if self.context is None else cutter(self.context),
+        )
+        for text in () if made is None else made.plan.warnings:
+            self.console.line(text)
+        return made
 
     def _padding(self) -> list[str]:
         length = self.task.shape.get("sequence")
@@ -218,13 +241,18 @@ class Run:
         """Samples and dropout masks by where the global batch of a step begins in the stream."""
         self.batches = Batches(self.task.train_data, geometry, seed=self.config.train.seed)
         if self.config.train.dropout == "stateless":
-            self.state.randomness = stateless_randomness(
+            draws = StatelessDraws(
                 geometry,
                 seed=self.config.train.seed,
                 must_agree=partial(self.group.log.must_agree, self.groups.workers.axis),
                 region=self._region(),
                 sequence=None if self.context is None else self.context.region,
             )
+            self.state.randomness = draws.around
+            if self.executor is not None:
+                self.executor.randomness = draws.part
+        if self.executor is not None and self.context is not None:
+            self.executor.scopes = (self.context.entered,)
         if self.context is not None:
             self.state.randomness = in_context(self.context, self.state.randomness)
 

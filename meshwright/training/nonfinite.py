@@ -65,7 +65,7 @@ def _bad(tensor: Tensor) -> bool:
 
 
 def _gather_texts(text: str, engine: ShardingEngine) -> list[str]:
-    group, raw = engine.group, text.encode()[:_TEXT_BYTES]
+    group, raw = engine.groups.everyone, text.encode()[:_TEXT_BYTES]
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     mine[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
     mine = mine.to(engine.device)

@@ -46,6 +46,10 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         servers=config.plan.servers,
         staleness=config.plan.staleness,
         tp=config.plan.tp,
+        pp=config.plan.pp,
+        schedule=config.plan.schedule,
+        chunks=config.plan.chunks,
+        stages=tuple(config.plan.stages or ()),
         layout=tuple(config.plan.layout.items()),
         cp=config.plan.cp,
         cp_kind=config.plan.cp_kind,
@@ -68,18 +72,18 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
 
 
 def num_workers_of(config: RunConfig, world_size: int) -> int:
-    """Of `world_size` processes how many have samples of their own: one a cp x tp group; E222 as `make_plan`."""
+    """Of `world_size` processes how many have samples of their own: one a pp x cp x tp group; E222 as `make_plan`."""
     chosen = config.plan
     servers = num_servers(chosen.sync, chosen.servers, chosen.staleness, world_size=world_size)
-    return max(1, (world_size - servers) // (chosen.cp * chosen.tp))
+    return max(1, (world_size - servers) // (chosen.cp * chosen.tp * chosen.pp))
 
 
 def local_world_size(config: RunConfig, *, num_gpus: int) -> int:
-    """How many local processes a run starts: plan.processes, else tp x cp x (plan.dp, one a GPU or one) and servers."""
+    """How many local processes a run starts: plan.processes, else tp x cp x pp x (plan.dp, one a GPU or one) and servers."""
     if config.plan.processes:
         return config.plan.processes
     servers = config.plan.servers or 1 if config.plan.sync == "parameter_server" else 0
-    shared = config.plan.tp * config.plan.cp
+    shared = config.plan.tp * config.plan.cp * config.plan.pp
     ranks = config.plan.dp or max(1, num_gpus // shared)
     return ranks * shared + servers
 

@@ -66,10 +66,6 @@ _Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mode": ("given",),
-        "pp": (1,),
-        "schedule": ("serial",),
-        "chunks": (None,),
-        "stages": (None,),
         "ep": (1,),
         "transport": ("auto", "gloo", "shm", "nccl"),
         "cluster": (None,),
@@ -365,14 +361,14 @@ class PlanConfig(Section):
     """Norms and residuals split along the sequence between tensor-parallel products."""
     pp: Annotated[int, Field(ge=1)] = 1
     """Pipeline stages."""
-    schedule: Literal[
-        "serial", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "searched"
-    ] = "serial"
-    """Order of forwards and backwards over the stages."""
+    schedule: (
+        Literal["serial", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "searched"] | None
+    ) = None
+    """Order of forwards and backwards over the stages; unset: 1f1b."""
     chunks: Annotated[int, Field(ge=1)] | None = None
-    """Model chunks a rank of an interleaved schedule holds."""
-    stages: Annotated[tuple[int, ...], Field(strict=False)] | None = None
-    """First layer of each stage."""
+    """Model chunks a rank of an interleaved or searched schedule holds."""
+    stages: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """Modules with which the stages begin, without the first, e.g. ["blocks.6"]; unset: balanced by cost."""
     cp: Annotated[int, Field(ge=1)] = 1
     """Context-parallel ranks, over which sequences are cut."""
     cp_kind: Literal["ring", "ulysses", "allgather", "2d"] | None = None

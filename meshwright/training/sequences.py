@@ -15,7 +15,8 @@ whose second dim is that long is cut along it, all else stays whole. The loss th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -54,6 +55,17 @@ def over_sequences(loss: Loss, scope: ContextScope) -> Loss:
         return total, count
 
     return on_part
+
+
+def cutter(scope: ContextScope) -> Callable[[Any], tuple[Any, Callable[[], AbstractContextManager[Any]]]]:
+    """For a model in stages: a batch -> this rank's part of its sequences, and what is entered around each forward."""
+
+    def cut(batch: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
+        found = cut_sequence(_length(batch), scope.group.size, scope.kind)
+        part, place = cut_batch(batch, found, scope.group.index)
+        return part, lambda: scope.forward(place)
+
+    return cut
 
 
 def cut_batch(batch: Mapping[str, Any], cut: SequenceCut, index: int) -> tuple[dict[str, Any], Place]:

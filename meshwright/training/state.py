@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.loss_scale import LossScale
@@ -13,6 +16,19 @@ from meshwright.training.optimizer import ShardedOptimizer
 
 def _native(_step: int, _microbatch: int) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+class Stages(Protocol):
+    """The stages of a model on this rank, and the schedule that runs them."""
+
+    def run(
+        self, engine: ShardingEngine, micro_batch: Callable[[int], Any], *, divisor: float, step: int
+    ) -> Tensor:
+        """Forward and backward of all micro-batches of a step.
+
+        Returns:
+            This rank's loss sum and count, float64 (2,): zeros without the last stage.
+        """
 
 
 @dataclass
@@ -30,6 +46,7 @@ class TrainState:
         stop_requested: whether this rank has been asked to stop after the step; one is enough to stop all.
         randomness: (step, micro-step) -> what is entered around its forward and backward; the default leaves
             random numbers to torch.
+        stages: what runs the micro-batches where this rank has stages of the model only; None: it has all of it.
     """
 
     engine: ShardingEngine
@@ -40,6 +57,7 @@ class TrainState:
     loss_scale: LossScale | None = None
     stop_requested: bool = False
     randomness: Callable[[int, int], AbstractContextManager[None]] = _native
+    stages: Stages | None = None
 
     @property
     def divisor(self) -> float:

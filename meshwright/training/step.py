@@ -155,6 +155,9 @@ def accumulate(
     """Forward and backward of all micro-steps, up to what the ranks agree on; the update is still to be made."""
     log = state.engine.group.log
     tally = start_step(state)
+    if state.stages is not None:
+        tally += state.stages.run(state.engine, micro_batch, divisor=state.divisor, step=state.step)
+        return agree(state, tally, parts=parts)
     for microbatch in range(num_microbatches):
         log.progress("data")
         batch = micro_batch(microbatch)
@@ -208,7 +211,9 @@ def agree(state: TrainState, tally: Tensor, *, parts: Sequence[Sequence[ShardPar
     squares, num_stops, mask = rest[: len(squares)], rest[len(squares)], rest[len(squares) + 1 :]
     _check_same_calls(engine.groups, digests)
     if engine.groups.model is not None:
-        squares, num_stops = _agree_on_model(engine, engine.groups.model, loss_sum, squares, num_stops)
+        (loss_sum, count), squares, num_stops = _agree_on_model(
+            engine, engine.groups.model, (loss_sum, count), squares, num_stops
+        )
     if count <= 0:
         raise NumericsError(
             "E602",
@@ -246,6 +251,7 @@ def evaluate(engine: ShardingEngine, batches: Any, *, loss: Loss, group: Group |
     engine.model.train()
     on_device = local.to(engine.device)
     ops.all_reduce(on_device, group or engine.group, cause="evaluation loss").wait()
+    _share_last_stage(engine, on_device)
     total, count = on_device.tolist()
     return total / count if count else math.nan
 
@@ -261,7 +267,14 @@ def first_count(engine: ShardingEngine, batch: Any, *, loss: Loss, num_microbatc
     engine.model.train()
     total = torch.tensor([float(count)], dtype=torch.float64, device=engine.device)
     ops.all_reduce(total, engine.group, cause="first count").wait()
+    _share_last_stage(engine, total)
     return max(1.0, float(total)) * num_microbatches
+
+
+def _share_last_stage(engine: ShardingEngine, numbers: Tensor) -> None:
+    """What the last stage has counted, on every stage; the others have zeros."""
+    if engine.groups.pipeline is not None:
+        ops.all_reduce(numbers, engine.groups.pipeline.all, cause="loss of the last stage").wait()
 
 
 def no_samples(_model: Any, _batch: Any) -> tuple[Tensor, int]:
@@ -270,27 +283,31 @@ def no_samples(_model: Any, _batch: Any) -> tuple[Tensor, int]:
 
 
 def _agree_on_model(
-    engine: ShardingEngine, group: Group, loss_sum: float, squares: list[float], num_stops: float
-) -> tuple[list[float], float]:
-    """Sums of squares and requests to stop over the parts of the model; each logical element is in one of them.
+    engine: ShardingEngine, group: Group, loss: tuple[float, float], squares: list[float], num_stops: float
+) -> tuple[tuple[float, float], list[float], float]:
+    """Loss sum and count, sums of squares and requests to stop over the parts of the model.
+
+    Each logical element is in one of them. The loss is that of the ranks with the last stage, all others have none.
 
     Raises:
         WorkerError: E225 where the ranks of a copy had other samples or other weights, E404 other collectives.
     """
     digest = group.log.digest(group.axis)
-    numbers = [loss_sum, loss_sum * loss_sum, digest, digest * digest, num_stops, *squares]
+    loss_sum, count = loss
+    numbers = [loss_sum, loss_sum * loss_sum, count, digest, digest * digest, num_stops, *squares]
     payload = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
     ops.all_reduce(payload, group, cause="step reduction of the model").wait()
-    total, total_square, first, second, num_stops, *squares = payload.tolist()
-    if group.size * total_square - total * total > (_SAME_LOSS * total) ** 2:
+    total, total_square, count, first, second, num_stops, *squares = payload.tolist()
+    alike = group.size if engine.groups.pipeline is None else group.size // engine.groups.pipeline.size
+    if alike * total_square - total * total > (_SAME_LOSS * total) ** 2:
         raise WorkerError(
             "E225",
             f"ranks {', '.join(map(str, group.ranks))} hold one copy of the model and got different losses (rank "
-            f"{group.log.rank}: {loss_sum:.6g}, mean {total / group.size:.6g}): they must read the same samples, and "
+            f"{group.log.rank}: {loss_sum:.6g}, mean {total / alike:.6g}): they must read the same samples, and "
             f"weights that each of them holds must be the same. Check that data and loss do not depend on the rank.",
         )
     _check_equal(group, group.size, int(first), int(second))
-    return squares, num_stops
+    return (total / alike, count / alike), squares, num_stops
 
 
 def _digests(groups: DataGroups) -> list[int]:

@@ -8,8 +8,8 @@ is gathered. Must not judge. Runs on CPU processes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.accounting import copies_calls, declared_calls
 from meshwright.layout.tensor_layout import TensorLayout, TokenRange
 from meshwright.layout.uses import calls_of_uses
+from meshwright.pipeline.executor import PipelineExecutor
 from meshwright.recompute.install import reruns_of_model
 from meshwright.sharding.engine import ShardParameter
 from meshwright.training.activations import budget_schedules, subject_of
@@ -38,8 +39,9 @@ from meshwright.training.layouts import Example
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import ShardedOptimizer, spec_of
 from meshwright.training.precision import MASTER_DTYPES
-from meshwright.training.randomness import stateless_randomness
-from meshwright.training.sequences import over_sequences
+from meshwright.training.randomness import StatelessDraws
+from meshwright.training.sequences import cutter, over_sequences
+from meshwright.training.stages import evaluated, make_pipeline
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
 from meshwright.training.task import Task
@@ -111,6 +113,16 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
     plan, chosen, workers = job.plan, job.config.train.optimizer, groups.workers
     kind = job.config.train.dropout
     schedules = budget_schedules(subject_of(task, plan))
+    context = context_scope(plan, groups)
+    pipeline = make_pipeline(
+        task.model,
+        task.loss,
+        task.train_data,
+        plan,
+        groups,
+        device=torch.device("cpu"),
+        cut_batch=None if context is None else cutter(context),
+    )
     engine = shard_model(
         task.model,
         plan,
@@ -120,6 +132,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         dropout=kind,
         schedules=schedules,
         example=Example(task.loss, task.train_data, plan.micro_batch, plan.precision),
+        pipeline=pipeline,
     )
     spec = spec_of(chosen)
     geometry = BatchGeometry(
@@ -129,19 +142,27 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         dp_rank=groups.reader_index,
     )
     state = TrainState(engine, ShardedOptimizer(spec, engine.shards))
-    context = context_scope(plan, groups)
+    executor = None if pipeline is None else pipeline.executor(engine)
+    state.stages = executor
     if kind == "stateless":
-        state.randomness = stateless_randomness(
+        draws = StatelessDraws(
             geometry,
             seed=job.config.train.seed,
             must_agree=partial(workers.log.must_agree, workers.axis),
             region=None if engine.tensor_layout is None else engine.tensor_layout.region,
             sequence=None if context is None else context.region,
         )
+        state.randomness = draws.around
+        if executor is not None:
+            executor.randomness = draws.part
     loss = part = no_samples if groups.is_server else task.loss
     if context is not None:
         state.randomness = in_context(context, state.randomness)
         loss = over_sequences(loss, context)
+    if executor is not None:
+        loss = evaluated(executor)
+        executor.cut_batch = None if context is None else cutter(context)
+        executor.scopes = () if context is None else (context.entered,)
     return CandidateRank(
         rank=groups.all.ranks[groups.all.index],
         engine=engine,
@@ -151,13 +172,16 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         loss_of_part=part,
         num_microbatches=plan.num_microbatches,
         clip_norm=clip_norm,
+        executor=executor,
         again=reruns_of_model(engine.model, plan.recompute, schedules),
         context=context,
     )
 
 
-def _widen(state: TrainState) -> None:
+def _widen(state: TrainState, executor: PipelineExecutor | None) -> None:
     """Float64 throughout every forward and backward; whatever else happens in a step stays as it is."""
+    if executor is not None:
+        executor.scopes = (float64_throughout, *executor.scopes)
     randomness = state.randomness
 
     @contextmanager
@@ -176,18 +200,21 @@ class _Candidate:
         self._reference = reference
         self._groups = groups
         self._group = groups.all
-        self._model = groups.model or alone("tp", groups.all)
+        self._model = groups.tensor or alone("tp", groups.all)
         self._context = groups.context or alone("cp", groups.all)
         task = make_subject(job)
-        self._names = dict(task.model.named_parameters())
         self._data = WatchedData(task.train_data)
         self._rank = build_rank(job, task, groups, clip_norm=reference.clip_norm)
+        self._names = dict(task.model.named_parameters())  # those of its stages
+        self._executor = self._rank.executor
         self._rank.batches.dataset = self._data
         self._rank.engine.model.train()
         if job.inject is not None:  # before the observer, whose hooks must see what a fault does to an output
             job.inject(self._rank)
+        if self._executor is not None:
+            self._executor.watch = self._watched
         if reference.asks_for_float32:
-            _widen(self._rank.state)
+            _widen(self._rank.state, self._executor)
         self._layout = self._rank.engine.tensor_layout or TensorLayout(1, 0)
         self._observer = ModuleObserver(self._rank.engine.model)
         self._comparer = Comparer(
@@ -246,9 +273,20 @@ class _Candidate:
             transport=next(
                 (group.transport.name for group in (self._group, self._model) if group.transport), "none"
             ),
-            model_index=self._context.index * self._model.size + self._model.index,
-            model_size=self._context.size * self._model.size,
+            copy=self._copy(),
+            uncalled=frozenset() if self._executor is None else self._executor.opened,
         )
+
+    def _copy(self) -> tuple[int, ...]:
+        """The ranks that read the same samples: those of a copy of the model, each over the parts of a sequence."""
+        spec, names = self._job.plan.mesh, ("pp", "cp", "tp")
+        rank = self._rank.rank
+        return (rank,) if rank >= spec.world_size else spec.peers(rank, names)
+
+    def _watched(self, microbatch: int, before: Mapping[str, int]) -> AbstractContextManager[None]:
+        """Around the forward of a stage."""
+        self._microbatch = microbatch
+        return self._observer.forward(self._compare_activation, before)
 
     def _step(self, step: int) -> StepResult:
         log = self._group.log
@@ -266,7 +304,8 @@ class _Candidate:
         )
         if self._rank.context is not None:
             self._attention_calls.append(Counter(self._rank.context.declared))
-        self._issued.append({_call_name(op, axis): count for (op, axis), count in log.calls.items()})
+        issued = {_call_name(op, axis): count for (op, axis), count in log.calls.items()}
+        self._issued.append({name: count for name, count in issued.items() if self._is_declared(name)})
         for check, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
             scalar = torch.tensor(value, dtype=torch.float64)
             self._comparer.compare((check, step, -1, check), scalar)
@@ -451,7 +490,7 @@ class _Candidate:
     def _digest(self, key: Key, name: str, value: Tensor) -> None:
         """A checksum of what every rank has whole, or of a part of parameter `name` that ranks at our tp index have."""
         whose = self._whose(name)
-        if whose:
+        if whose or self._executor is not None:
             self._copy_digests[(*key[:3], key[3] + whose)] = tensor_digest(value)
         else:
             self._digests[key] = tensor_digest(value)
@@ -470,7 +509,8 @@ class _Candidate:
         if self._groups.is_server:
             stale = {self._names[p.name] for unit in engine.units for b in unit.buckets for p in b.parameters}
             stale -= {self._names[shard.name] for shard in engine.shards}
-        digests = self._copy_digests if self._groups.num_servers else self._digests
+        some = self._groups.num_servers or self._executor is not None
+        digests = self._copy_digests if some else self._digests
         for name, parameter in self._names.items():
             if parameter not in stale:
                 if name in self._layout.cuts:
@@ -495,12 +535,13 @@ class _Candidate:
         copies = engine.groups.replicate
         between = copies_calls(engine.units, num_copies=copies.size if engine.policy.shards_optimizer else 1)
         declared = []
+        num_passes = 1 if self._executor is None else self._executor.num_stages_here
         for first in range(0, len(uses), per_step):
             part = slice(first, first + per_step)
             if by_use:
                 calls = sum(units[part], Counter[str]())
             else:
-                calls = declared_calls(engine.policy, engine.units, num_microbatches=per_step)
+                calls = declared_calls(engine.policy, engine.units, num_microbatches=per_step * num_passes)
             named = Counter({_call_name(op, engine.owners.axis): count for op, count in calls.items()})
             for op, count in between.items():
                 named[_call_name(op, copies.axis)] += count
@@ -509,7 +550,11 @@ class _Candidate:
                 named["all_reduce"] += 1
             if workers.size > 1:
                 name = _call_name("all_reduce", workers.axis)
-                named[name] += sum(_num_statistics(use, again) for use in uses[part])
+                named[name] += sum(_num_statistics(use, again, self._has) for use in uses[part])
+            if self._executor is not None and self._groups.model is not None:
+                named[_call_name("all_reduce", self._groups.model.axis)] += 1
+                for (op, axis), count in self._executor.num_messages.items():
+                    named[_call_name(op, axis)] += count
             if self._model.size > 1:
                 reruns = [name for names in again.values() for name in names]
                 tensor_calls = Counter(self._layout.calls) + self._layout.calls_again(reruns)
@@ -520,9 +565,26 @@ class _Candidate:
                 named[_call_name("all_reduce", self._model.axis)] += 1 + num_partial
             for op, count in self._attention_of(first // per_step).items():
                 named[_call_name(op, self._context.axis)] += count
-            named = Counter({name: count for name, count in named.items() if count})
+            named = Counter({n: count for n, count in named.items() if count and self._is_declared(n)})
             declared.append(dict(named))
         return tuple(declared)
+
+    def _is_declared(self, name: str) -> bool:
+        """Whether a formula says how often a step calls it.
+
+        None does of stages for gathers, which depend on what still is gathered, nor for calls over tp.
+        """
+        if self._executor is None:
+            return True
+        sharded = self._rank.engine.policy.shards_parameters
+        axes = {"dp", self._rank.engine.owners.axis, self._rank.engine.groups.replicate.axis} if sharded else set()
+        op, _, axis = name.partition(" over ")
+        return (axis or "dp") not in axes | {"tp", "cp"}
+
+    def _has(self, module: str) -> bool:
+        """Whether a module is on this rank."""
+        found = self._rank.engine.model.get_submodule(module)
+        return self._executor is None or next(found.parameters(), None) is not None
 
     def _attention_of(self, step: int) -> Counter[str]:
         """Operations of attention over cut sequences in a step."""
@@ -530,18 +592,24 @@ class _Candidate:
 
     def _is_tied(self, names: tuple[str, ...]) -> bool:
         """Whether these names are still one tensor: one Parameter in one memory."""
-        parameters = [self._rank.engine.model.get_parameter(name) for name in names]
-        return all(parameter is parameters[0] for parameter in parameters)
+        named = dict(self._rank.engine.model.named_parameters(remove_duplicate=False))
+        held = [named.get(name) for name in names]  # all None on a rank without a stage that uses them
+        return all(parameter is held[0] for parameter in held)
 
 
-def _num_statistics(uses: Uses, again: Mapping[str, Sequence[str]]) -> int:
-    """Sums of batch statistics of a micro-step, those of modules that run again included."""
+def _num_statistics(
+    uses: Uses, again: Mapping[str, Sequence[str]], has: Callable[[str], bool] = lambda _: True
+) -> int:
+    """Sums of batch statistics of a micro-step, those of modules that run again included, of modules that a rank has."""
     reruns = [name for names in again.values() for name in names]
     repeated = sum(
         count * sum(layer == name or layer.startswith(f"{name}.") for name in reruns)
         for layer, count in uses.forward_statistics
     )
-    return uses.num_statistics + repeated
+    here = sum(count for layer, count in uses.forward_statistics if has(layer))
+    everywhere = sum(count for _, count in uses.forward_statistics)
+    # As many in backward as in forward, wherever a layer is.
+    return uses.num_statistics * here // max(1, everywhere) + repeated
 
 
 def _call_name(op: str, axis: str) -> str:

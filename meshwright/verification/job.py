@@ -132,8 +132,8 @@ class RankReport:
         gradient_samples: step and parameter to a few elements of its gradient, before and after the reduction.
         copy_digests: parts of tensors that some ranks hold a copy of, which must be bitwise alike.
         transport: what carried the collectives, in words.
-        model_index: position among the ranks that hold one copy of the model (tp).
-        model_size: how many they are.
+        copy: the ranks that hold one copy of the model together and read the same samples, this one among them.
+        uncalled: modules whose own calls no rank makes: what is between their parts is divided over stages.
     """
 
     rank: int
@@ -147,5 +147,5 @@ class RankReport:
     gradient_samples: Mapping[tuple[int, str], GradientSamples]
     copy_digests: Mapping[Key, int] = field(default_factory=dict)
     transport: str = "gloo"
-    model_index: int = 0
-    model_size: int = 1
+    copy: tuple[int, ...] = ()
+    uncalled: frozenset[str] = frozenset()

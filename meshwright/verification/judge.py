@@ -33,6 +33,7 @@ class _Verdict:
 
 def judge(reference: Reference, ranks: Sequence[RankReport], sizes: Sizes) -> tuple[Check, ...]:
     """All checks, in the order of `CHECK_NAMES`, each failed one with its first wrong tensor and a guess."""
+    reference = _without_uncalled(reference, ranks)
     findings = {
         "data": _data_wrongs(reference, ranks),
         "replicas": _replica_wrongs(ranks),
@@ -58,6 +59,17 @@ def judge(reference: Reference, ranks: Sequence[RankReport], sizes: Sizes) -> tu
         else _equality_check(name, compared[name], findings[name], ranks)
         for name in CHECK_NAMES
     )
+
+
+def _without_uncalled(reference: Reference, ranks: Sequence[RankReport]) -> Reference:
+    """Without outputs of modules that pipelines open: what they return is in the loss."""
+    uncalled = {name or "(model)" for report in ranks for name in report.uncalled}
+    kept = tuple(
+        item
+        for item in reference.recorded
+        if item.check != "activations" or item.name.partition(" ")[0] not in uncalled
+    )
+    return replace(reference, recorded=kept) if uncalled else reference
 
 
 def _with_causes(
@@ -292,7 +304,7 @@ def _unknown_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[W
 def _data_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[Wrong]:
     wrongs = [*_repeated_samples(reference), *_unshared_samples(ranks)]
     for (step, microbatch), expected in reference.samples.items():
-        readers = [report for report in ranks if report.model_index == 0]
+        readers = [report for report in ranks if not report.copy or report.copy[0] == report.rank]
         read = [sample for report in readers for sample in report.samples.get((step, microbatch), ())]
         for place, (got, wanted) in enumerate(itertools.zip_longest(read, expected)):
             if got != wanted:
@@ -304,8 +316,9 @@ def _data_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[Wron
 
 def _unshared_samples(ranks: Sequence[RankReport]) -> Iterator[Wrong]:
     """Ranks that hold one copy of the model together and read other samples."""
-    for first in (report for report in ranks if report.model_index == 0):
-        for report in ranks[first.rank : first.rank + first.model_size]:
+    by_rank = {report.rank: report for report in ranks}
+    for first in (report for report in ranks if report.copy and report.copy[0] == report.rank):
+        for report in (by_rank[rank] for rank in first.copy):
             for (step, microbatch), samples in first.samples.items():
                 if report.samples.get((step, microbatch)) != samples:
                     text = f"rank {report.rank} read other samples than rank {first.rank}, which holds the same copy"

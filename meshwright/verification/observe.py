@@ -8,9 +8,10 @@ parts of a batch in evaluation mode, and what mixes samples is seen in the loss 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,9 +58,9 @@ class ModuleObserver:
             handle.remove()
 
     @contextmanager
-    def forward(self, sink: Sink) -> Iterator[None]:
-        """Outputs of modules that run inside go to `sink`; calls are counted anew."""
-        self._calls.clear()
+    def forward(self, sink: Sink, before: Mapping[str, int] = MappingProxyType({})) -> Iterator[None]:
+        """Outputs of modules that run inside go to `sink`; calls are counted anew, from those made `before`."""
+        self._calls = dict(before)
         self._sink = sink
         try:
             yield

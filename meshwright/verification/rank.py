@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from meshwright.adapt.context_parallel import ContextScope
 from meshwright.data.batches import Batches
+from meshwright.pipeline.executor import PipelineExecutor
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.state import TrainState
 from meshwright.training.step import Loss
@@ -30,6 +31,7 @@ class CandidateRank:
         clip_norm: limit of the gradient norm; None: no clipping.
         loss_of_part: the same of a rank's part of each sequence, before `context` puts the cut around it.
         context: computes attention over ranks that share sequences; None: each has them whole.
+        executor: runs this rank's stages of a pipeline; None: it has the whole depth.
         again: name of a module to those that run again as wholes when its backward begins (plan.recompute).
     """
 
@@ -43,3 +45,4 @@ class CandidateRank:
     clip_norm: float | None
     again: Mapping[str, Sequence[str]] = field(default_factory=dict)
     context: ContextScope | None = None
+    executor: PipelineExecutor | None = None

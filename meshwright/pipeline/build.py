@@ -1,0 +1,91 @@
+"""From a whole model and a plan to this rank's stages: recorded, cut, and everything else taken away.
+
+Owns the order; called between the split over tp and the sharding over dp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.ops import PipelineGroups
+from meshwright.layout.plan import TrainPlan
+from meshwright.pipeline.cut import Cut, balanced_cut, make_stages, named_cut, uneven_warning
+from meshwright.pipeline.prune import holders_of, prune
+from meshwright.pipeline.record import Loss, Twin
+from meshwright.schedule.action import Schedule
+from meshwright.schedule.catalogue import make_schedule
+from meshwright.schedule.lower import Extras, lower
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinePlan:
+    """A model cut for a pipeline, the same on every rank.
+
+    Attributes:
+        twin: the whole model without memory.
+        cut: where stages begin.
+        schedule: lowered.
+        holders: parameter or buffer to the places in the pipeline that have it.
+        opened: modules that are not called.
+        warnings: W202.
+    """
+
+    twin: Twin
+    cut: Cut
+    schedule: Schedule
+    holders: dict[str, tuple[int, ...]]
+    opened: frozenset[str]
+    warnings: tuple[str, ...]
+
+
+def plan_pipeline(
+    model: nn.Module, loss: Loss, batch: Any, plan: TrainPlan, *, device: torch.device, compute_dtype: torch.dtype | None = None
+) -> PipelinePlan:
+    """Record the loss on a micro-batch and cut it.
+
+    Args:
+        model: whole and as the user built it, with parameters of the masters' type.
+        loss: (model, batch) -> (sum, count).
+        batch: a micro-batch of this rank.
+        plan: of the run.
+        device: where ranks compute.
+        compute_dtype: of forward and backward, where that is another than the parameters have.
+
+    Raises:
+        PlanError: E202, E260 for stages that do not fit; E261, E262, E263 for a model that cannot be followed; E230.
+    """
+    twin = Twin(model, device, compute_dtype)
+    tape = twin.record(loss, batch, training=True)
+    name = type(model).__name__
+    warnings: tuple[str, ...] = ()
+    if plan.stages:
+        cut = named_cut(tape, plan.stages, model=name)
+    else:
+        cut, costs = balanced_cut(tape, plan.num_stages, model=name)
+        text = uneven_warning(costs, name)
+        warnings = () if text is None else (text,)
+    schedule = lower(_schedule(plan), Extras(reduces=False))
+    stages = make_stages(tape, cut)
+    by_stage = holders_of(tape, stages, model)
+    at = [tuple(sorted({ranks[s] for ranks in schedule.placement})) for s in range(schedule.num_stages)]
+    holders = {n: tuple(sorted({place for s in held for place in at[s]})) for n, held in by_stage.items()}
+    return PipelinePlan(twin, cut, schedule, holders, tape.opened, warnings)
+
+
+def _schedule(plan: TrainPlan) -> Schedule:
+    pp, num = plan.mesh.size("pp"), plan.num_microbatches
+    return make_schedule(plan.schedule, pp, num, num_chunks=plan.chunks)
+
+
+def keep_stages(model: nn.Module, pipeline: PipelinePlan, groups: PipelineGroups) -> dict[str, str]:
+    """Leave `model` what this rank's stages use; which of it other places hold too, by a word for these."""
+    prune(model, {name for name, places in pipeline.holders.items() if groups.index in places})
+    return {
+        name: "shared by " + ",".join(map(str, places))
+        for name, places in pipeline.holders.items()
+        if len(places) > 1 and groups.index in places
+    }

@@ -1,0 +1,418 @@
+"""A lowered schedule run on one rank: computations, and the messages between them.
+
+Receives are posted ahead of their place in the program, in its order; a send is waited for when two more have been
+issued to the same rank. The program is one that does not stop even if every message blocks (`schedule/lower.py`), so
+waiting for older ones cannot stop it either. Where a schedule splits backward, products of weight gradients wait for
+their `W` (`adapt/linear.py`); under zero2 and zero3, which reduce each micro-batch's gradients as they come, the whole
+backward runs in `I`.
+
+Owns the order of what is done. Weights and their gradients are the engine's business.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.adapt.linear import Deferral
+from meshwright.comm import ops
+from meshwright.comm.ops import Handle, PipelineGroups
+from meshwright.nested import tensors_in
+from meshwright.pipeline.cut import Cut, Stage, make_stages
+from meshwright.pipeline.record import Loss, Twin
+from meshwright.pipeline.stage import Holder, StageRun
+from meshwright.pipeline.tape import Tape
+from meshwright.pipeline.ties import SharedParameters
+from meshwright.schedule.action import Action, Schedule
+from meshwright.sharding.engine import ShardingEngine
+
+# Receives that are posted before their place in the program.
+POSTED_AHEAD = 2
+# Sends to one rank that are not waited for.
+SENDS_OPEN = 2
+# (step, micro-batch, random calls of the stages before) -> around a forward (True) or a part of its backward (False)
+Randomness = Callable[[int, int, int], Callable[[bool], AbstractContextManager[None]]]
+# batch -> this rank's part of it, and what is entered around its forwards
+CutBatch = Callable[[Any], tuple[Any, Callable[[], AbstractContextManager[Any]]]]
+# (micro-batch, calls of modules that stages before have made) -> around the forward
+Watch = Callable[[int, Mapping[str, int]], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A micro-batch: its tensors by number, what the stages do with it, and what is entered around its forwards."""
+
+    inputs: dict[int, Tensor]
+    tape: Tape
+    stages: list[Stage]
+    scope: Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class _Step:
+    """One step while it runs.
+
+    Attributes:
+        batches: micro-batch to what this rank read, with its tape and stages.
+        coming: receives that are posted, by their action.
+        sends: to each rank, oldest first.
+        handed: values and gradients between stages of this rank.
+        random: around the passes of a stage and micro-batch.
+    """
+
+    number: int
+    divisor: float
+    micro_batch: Callable[[int], Any]
+    batches: dict[int, _Batch] = field(default_factory=dict)
+    runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
+    coming: dict[Action, list[tuple[int, Tensor, Handle]]] = field(default_factory=dict)
+    sends: dict[int, deque[list[Handle]]] = field(default_factory=dict)
+    handed: dict[tuple[str, int, int], dict[int, Tensor]] = field(default_factory=dict)
+    random: dict[tuple[int, int], Callable[[bool], AbstractContextManager[None]]] = field(default_factory=dict)
+    weights: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
+    position: int = 0
+    next_receive: int = 0
+
+
+class PipelineExecutor:
+    """This rank's stages.
+
+    Args:
+        twin: records what the loss does with batches of a new shape.
+        cut: where the model is cut.
+        loss: (model, batch) -> (sum, count).
+        groups: the ranks of the pipeline.
+        schedule: lowered.
+        engine: has this rank's part of the model.
+        deferral: of weight gradients, where the schedule splits backward.
+
+    Attributes:
+        randomness: dropout of a part of the model; None: left to torch.
+        scopes: what is entered around every pass besides.
+        watch: what is entered around every forward of training.
+        cut_batch: this rank's part of the sequences of a batch; None: it has them whole.
+        shared: sums of gradients over ranks that hold the same parameters.
+    """
+
+    def __init__(  # noqa: PLR0913 - everything that a pipeline is made of
+        self,
+        twin: Twin,
+        cut: Cut,
+        loss: Loss,
+        *,
+        groups: PipelineGroups,
+        schedule: Schedule,
+        engine: ShardingEngine,
+        shared: SharedParameters,
+        deferral: Deferral | None = None,
+    ) -> None:
+        self._twin, self.cut, self._loss = twin, cut, loss
+        self._groups, self.schedule = groups, schedule
+        self._program = schedule.programs[groups.index]
+        self._receives = [a for a in self._program if a.op in ("receive_activation", "receive_gradient")]
+        is_receive = [a.op in ("receive_activation", "receive_gradient") for a in self._program]
+        self._passed = [0, *itertools.accumulate(map(int, is_receive))]
+        backward = [a for a in self._program if a.op in ("B", "I", "W")]
+        self._last_backward = backward[-1]
+        self._holder = Holder(engine.model)
+        self._deferral = None if engine.policy.shards_gradients else deferral
+        self._shared = shared
+        self._tapes: dict[object, tuple[Tape, list[Stage]]] = {}
+        self.randomness: Randomness | None = None
+        self.scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+        self._declared: Counter[tuple[str, str]] = Counter()
+        self.watch: Watch | None = None
+        self.cut_batch: CutBatch | None = None
+
+    @property
+    def opened(self) -> frozenset[str]:
+        """Modules that are not called: what is between their parts is divided over stages."""
+        return frozenset(self._twin.opened)
+
+    @property
+    def num_stages_here(self) -> int:
+        """Stages that this rank has."""
+        return len({a.stage for a in self._program if a.op == "F"})
+
+    @property
+    def num_messages(self) -> dict[tuple[str, str], int]:
+        """Messages of the newest step, by (operation, axis), as the program declares them."""
+        return dict(self._declared)
+
+    # A step of training.
+
+    def run(
+        self, engine: ShardingEngine, micro_batch: Callable[[int], Any], *, divisor: float, step: int
+    ) -> Tensor:
+        """See `Stages`."""
+        tally = torch.zeros(2, dtype=torch.float64)
+        now = _Step(step, divisor, micro_batch)
+        log = engine.group.log
+        for position, action in enumerate(self._program):
+            now.position = position
+            if action.op == "F":
+                self._post(now)
+                log.progress(f"forward of stage {action.stage}, micro-batch {action.microbatch}")
+                self._forward(now, engine, action, tally)
+            elif action.op in ("B", "I"):
+                self._post(now)
+                log.progress(f"backward of stage {action.stage}, micro-batch {action.microbatch}")
+                self._backward(now, engine, action)
+            elif action.op == "W":
+                self._weight_gradients(now, engine, action)
+            elif action.op == "send_activation":
+                self._send(now, action, now.handed.pop(("send F", action.stage - 1, action.microbatch)))
+            elif action.op == "send_gradient":
+                self._send(now, action, now.handed.pop(("send G", action.stage + 1, action.microbatch)))
+            elif action.op in ("receive_activation", "receive_gradient"):
+                self._post(now, through=action)
+        for waiting in now.sends.values():
+            for handles in waiting:
+                _wait(handles)
+        self._shared.sum()
+        self._declared = self._declare(now)
+        return tally
+
+    def _declare(self, now: _Step) -> Counter[tuple[str, str]]:
+        found = Counter(self._shared.num_messages)
+        for action in self._program:
+            if action.op.startswith(("send", "receive")):
+                sends = action.op.startswith("send")
+                group = self._groups.to(action.peer) if sends else self._groups.coming_from(action.peer)
+                numbers = _carried(self._batch(now, action.microbatch), action)
+                found["send" if sends else "receive", group.axis] += len(numbers)
+        return found
+
+    def _forward(self, now: _Step, engine: ShardingEngine, action: Action, tally: Tensor) -> None:
+        stage, m = action.stage, action.microbatch
+        batch = self._batch(now, m)
+        tape, stages = batch.tape, batch.stages
+        received = self._taken(now, "F", action)
+        for number, x in received.items():
+            x.requires_grad_(tape.values[number].needs_grad)
+        run = StageRun(tape, stages[stage], batch.inputs, received)
+        if self.randomness is not None:
+            now.random[stage, m] = self.randomness(now.number, m, stages[stage].draws_before)
+        engine.start_forward()
+        with ExitStack() as stack:
+            self._enter(stack, now, (stage, m), is_forward=True)
+            stack.enter_context(batch.scope())
+            if self.watch is not None:
+                calls = {tape.calls[i].module: tape.calls[i].number for i in reversed(stages[stage].calls)}
+                stack.enter_context(self.watch(m, calls))
+            run.forward(self._holder)
+        now.runs[stage, m] = run
+        if stage == self.schedule.num_stages - 1:
+            total, count = run.loss()
+            tally += torch.tensor([float(total.detach()), count], dtype=torch.float64)
+        else:
+            self._hand(now, "F", action, stage + 1, {n: run.output(n) for n in run.stage.sends})
+
+    def _backward(self, now: _Step, engine: ShardingEngine, action: Action) -> None:
+        stage, m = action.stage, action.microbatch
+        run = now.runs.pop((stage, m))
+        is_last_stage = stage == self.schedule.num_stages - 1
+        gradients = {} if is_last_stage else self._taken(now, "G", action)
+        splits = action.op == "I" and self._deferral is not None
+        last = not splits and self._is_last_work(now)
+        with self._pass(engine, last=last), ExitStack() as stack:
+            self._enter(stack, now, (stage, m), is_forward=False)
+            if splits:
+                stack.enter_context(self._deferred(now, (stage, m)))
+            owed = run.backward(gradients, divisor=now.divisor if is_last_stage else None)
+        if stage:
+            self._hand(now, "G", action, stage - 1, owed)
+        if not splits:
+            now.random.pop((stage, m), None)
+
+    def _is_last_work(self, now: _Step) -> bool:
+        """Whether the rest of the program has weight gradients alone, which have been made already."""
+        last_op = {"B", "I"} if self._deferral is None else {"B", "I", "W"}
+        return not any(a.op in last_op for a in self._program[now.position + 1 :])
+
+    def _weight_gradients(self, now: _Step, engine: ShardingEngine, action: Action) -> None:
+        if self._deferral is None:
+            return
+        key = (action.stage, action.microbatch)
+        with self._pass(engine, last=action is self._last_backward), torch.no_grad():
+            for make in now.weights.pop(key):
+                make()
+        now.random.pop(key, None)
+
+    @contextmanager
+    def _pass(self, engine: ShardingEngine, *, last: bool) -> Iterator[None]:
+        """Around a part of a backward."""
+        engine.expect_gradients(last=last)
+        engine.start_backward()
+        yield
+        engine.finish_microbatch()
+
+    @contextmanager
+    def _deferred(self, now: _Step, key: tuple[int, int]) -> Iterator[None]:
+        assert self._deferral is not None
+        self._deferral.is_on = True
+        try:
+            yield
+        finally:
+            self._deferral.is_on = False
+            now.weights[key] = self._deferral.take()
+
+    def _enter(self, stack: ExitStack, now: _Step, key: tuple[int, int], *, is_forward: bool) -> None:
+        for scope in self.scopes:
+            stack.enter_context(scope())
+        if key in now.random:
+            stack.enter_context(now.random[key](is_forward))
+
+    # Batches and tapes.
+
+    def _batch(self, now: _Step, m: int) -> _Batch:
+        if m not in now.batches:
+            now.batches[m] = self._prepared(now.micro_batch(m), training=True)
+        return now.batches[m]
+
+    def _prepared(self, batch: Any, *, training: bool) -> _Batch:
+        scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if self.cut_batch is not None:
+            batch, scope = self.cut_batch(batch)
+        tape, stages = self.stages_of(batch, training=training)
+        return _Batch(dict(zip(tape.inputs, tensors_in(batch), strict=True)), tape, stages, scope)
+
+    def stages_of(self, batch: Any, *, training: bool) -> tuple[Tape, list[Stage]]:
+        """What every stage does for a batch of this shape."""
+        key = (training, signature_of(batch))
+        if key not in self._tapes:
+            tape = self._twin.record(self._loss, batch, training=training)
+            self._tapes[key] = (tape, make_stages(tape, self.cut))
+        return self._tapes[key]
+
+    # Messages.
+
+    def _hand(self, now: _Step, kind: str, action: Action, to: int, values: dict[int, Tensor]) -> None:
+        here = self.schedule.placement[action.slot][to] == self._groups.index
+        now.handed["take " + kind if here else "send " + kind, to if here else action.stage, action.microbatch] = values
+
+    def _taken(self, now: _Step, kind: str, action: Action) -> dict[int, Tensor]:
+        """What another stage made for this action."""
+        stage, m = action.stage, action.microbatch
+        if kind == "F" and stage == 0:
+            return {}
+        here = now.handed.pop(("take " + kind, stage, m), None)
+        if here is not None:
+            return here
+        op = "receive_activation" if kind == "F" else "receive_gradient"
+        found = {}
+        for message in [a for a in now.coming if (a.op, a.stage, a.microbatch) == (op, stage, m)]:
+            for number, buffer, handle in now.coming.pop(message):
+                handle.wait()
+                found[number] = buffer
+        return found
+
+    def _post(self, now: _Step, through: Action | None = None) -> None:
+        """Post receives: all up to one, or some ahead of where the program is."""
+        until = self._passed[now.position] + (1 if through is not None else POSTED_AHEAD)
+        while now.next_receive < min(until, len(self._receives)):
+            self._post_one(now, self._receives[now.next_receive])
+            now.next_receive += 1
+
+    def _post_one(self, now: _Step, action: Action) -> None:
+        batch = self._batch(now, action.microbatch)
+        group = self._groups.coming_from(action.peer)
+        posted = []
+        for place, number in enumerate(_carried(batch, action)):
+            value = batch.tape.values[number]
+            buffer = torch.empty(value.shape, dtype=value.dtype, device=self._twin.device)
+            handle = ops.receive(buffer, group, index=action.peer, tag=self._tag(action, place), cause=_cause(action))
+            posted.append((number, buffer, handle))
+        now.coming[action] = posted
+
+    def _send(self, now: _Step, action: Action, values: dict[int, Tensor]) -> None:
+        group = self._groups.to(action.peer)
+        handles = [
+            ops.send(x.contiguous(), group, index=action.peer, tag=self._tag(action, place), cause=_cause(action))
+            for place, x in enumerate(values.values())
+        ]
+        waiting = now.sends.setdefault(action.peer, deque())
+        waiting.append(handles)
+        if len(waiting) > SENDS_OPEN:
+            _wait(waiting.popleft())
+
+    def _tag(self, action: Action, place: int) -> int:
+        """The same for both ends of a message, and of no other between them."""
+        kind = "activation" in action.op
+        return ((action.microbatch * self.schedule.num_stages + action.stage) * 2 + kind) * 64 + place % 64
+
+    # Forwards alone.
+
+    def evaluate(self, batch: Any) -> tuple[Tensor, float]:
+        """Loss sum and count of a batch on the ranks of the last stage, zeros elsewhere; in evaluation mode."""
+        prepared = self._prepared(batch, training=self._holder.module("").training)
+        tape, stages, values = prepared.tape, prepared.stages, dict[int, Tensor]()
+        result = (torch.zeros(()), 0.0)
+        placement = self.schedule.placement[0]
+        for number, stage in enumerate(stages):
+            here, before = placement[number], placement[number - 1] if number else -1
+            if here != self._groups.index:
+                if before == self._groups.index:
+                    self._relay(values, here, number)
+                continue
+            if number and before != here:
+                values = self._relayed(tape, stage, before, number)
+            run = StageRun(tape, stage, prepared.inputs, dict(values))
+            with ExitStack() as stack:
+                for scope in self.scopes:
+                    stack.enter_context(scope())
+                stack.enter_context(prepared.scope())
+                run.forward(self._holder)
+            if number == len(stages) - 1:
+                total, count = run.loss()
+                result = (total.detach(), count)
+            else:
+                values = {n: run.output(n) for n in stage.sends}
+        return result
+
+    def _relay(self, values: dict[int, Tensor], to: int, stage: int) -> None:
+        for place, x in enumerate(values.values()):
+            ops.send(
+                x.contiguous(), self._groups.to(to), index=to, tag=stage * 64 + place % 64, cause="evaluation"
+            ).wait()
+
+    def _relayed(self, tape: Tape, stage: Stage, before: int, number: int) -> dict[int, Tensor]:
+        found = {}
+        for place, n in enumerate(stage.receives):
+            value = tape.values[n]
+            found[n] = torch.empty(value.shape, dtype=value.dtype, device=self._twin.device)
+            group = self._groups.coming_from(before)
+            ops.receive(found[n], group, index=before, tag=number * 64 + place % 64, cause="evaluation").wait()
+        return found
+
+
+def signature_of(batch: Any) -> object:
+    """Equal for batches with which Python does the same: shapes and types of tensors, and whatever is no tensor."""
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    keys = tuple(batch) if isinstance(batch, dict) else ()
+    return (keys, kinds)
+
+
+def _wait(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+def _carried(batch: _Batch, action: Action) -> tuple[int, ...]:
+    """Numbers of the values that a message carries; its stage is the one that needs it."""
+    if "activation" in action.op:
+        return batch.stages[action.stage].receives
+    return tuple(n for n in batch.stages[action.stage].sends if batch.tape.values[n].needs_grad)
+
+
+def _cause(action: Action) -> str:
+    what = "activation for" if "activation" in action.op else "gradient for"
+    return f"{what} stage {action.stage}, micro-batch {action.microbatch}"
