@@ -120,14 +120,26 @@ class Lends(Protocol):
     def lender(self, parameter: nn.Parameter) -> Lend | None:
         """What lends the memory for the gradient of `parameter`, if anything does."""
 
+
+class Receives(Lends, Protocol):
+    """Takes gradients."""
+
     def receiver(self, parameter: nn.Parameter) -> Callable[[Tensor], None] | None:
-        """What takes a gradient that autograd does not hand over."""
+        """What takes a gradient of `parameter` that autograd does not hand over."""
 
 
-def install(model: nn.Module, engine: Lends, deferral: Deferral | None = None) -> Callable[[], None]:
+def _place(weight: nn.Parameter, lend: Lend, deferred: tuple[Receives, Deferral] | None) -> _Place | None:
+    """Where a gradient goes that can wait."""
+    receive = None if deferred is None else deferred[0].receiver(weight)
+    return None if receive is None or deferred is None else _Place(lend, receive, deferred[1])
+
+
+def install(
+    model: nn.Module, engine: Lends, deferred: tuple[Receives, Deferral] | None = None
+) -> Callable[[], None]:
     """Let every plain `nn.Linear` of `model` write its weight gradient into `engine`'s buffers.
 
-    Subclasses and modules whose `forward` was replaced are left alone. With `deferral` weight gradients can wait.
+    Subclasses and modules whose `forward` was replaced are left alone. `deferred` takes weight gradients that wait.
 
     Returns:
         A function that undoes it.
@@ -137,8 +149,7 @@ def install(model: nn.Module, engine: Lends, deferral: Deferral | None = None) -
         if type(module) is nn.Linear and "forward" not in vars(module):
             lend = engine.lender(cast(nn.Parameter, module.weight))
             if lend is not None:
-                receive = None if deferral is None else engine.receiver(cast(nn.Parameter, module.weight))
-                place = None if receive is None or deferral is None else _Place(lend, receive, deferral)
+                place = _place(cast(nn.Parameter, module.weight), lend, deferred)
                 # An attribute of the instance; the class keeps its method.
                 vars(module)["forward"] = partial(_forward, module, lend, place)
                 adapted.append(module)

@@ -261,7 +261,11 @@ class Mesh:
             groups = replace(groups, context=self.group("cp"))
         tensor = self.group("tp") if self.spec.size("tp") > 1 else None
         if self.spec.size("pp") == 1:
-            return groups if tensor is None else replace(groups, model=tensor, tensor=tensor, world=self.group("world"))
+            return (
+                groups
+                if tensor is None
+                else replace(groups, model=tensor, tensor=tensor, world=self.group("world"))
+            )
         along = PipelineGroups(self.group("pp"), self.group("pp up"), self.group("pp down"))
         model = self.group("model") if tensor is not None else along.all
         return replace(groups, model=model, tensor=tensor, pipeline=along, world=self.group("world"))

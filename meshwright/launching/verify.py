@@ -356,7 +356,11 @@ def _lock_overrides(path: Path) -> list[str]:
     ]
     sizes += _layout_overrides(plan.layout)
     if plan.mesh.size("pp") > 1:
-        sizes += [f"plan.pp={plan.mesh.size('pp')}", f"plan.schedule={plan.schedule}", f"plan.chunks={plan.chunks}"]
+        sizes += [
+            f"plan.pp={plan.mesh.size('pp')}",
+            f"plan.schedule={plan.schedule}",
+            f"plan.chunks={plan.chunks}",
+        ]
         sizes += [f"plan.stages={toml_literal(plan.stages)}"] if plan.stages else []
     if plan.mesh.size("cp") > 1:
         sizes.append(f"plan.cp_kind={plan.cp_kind}")

@@ -96,8 +96,8 @@ def make_plan(
         beside = f", {servers} of them servers," if servers else ""
         raise PlanError(
             "E200",
-            f"tp {request.tp} x pp {request.pp} x cp {request.cp} x dp {dp} = {shared * dp}, but {world_size} processes "
-            f"started{beside} (ep is inside dp x cp, it does not multiply). "
+            f"tp {request.tp} x pp {request.pp} x cp {request.cp} x dp {dp} = {shared * dp}, but {world_size} "
+            f"processes started{beside} (ep is inside dp x cp, it does not multiply). "
             f"{_other_size(request, world_size - servers)}, or start {dp * shared + servers}."
             + (f" Is a world of {world_size} intended? It came from {world_source}." if world_source else ""),
         )
@@ -151,7 +151,9 @@ def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpe
         sizes = ", ".join(str(size) for size in range(1, dp + 1) if dp % size == 0)
         raise PlanError("E210", f"plan.hsdp = {request.hsdp} does not divide dp {dp}. Valid: {sizes}.")
     copies = dp // request.hsdp
-    return MeshSpec.of(pp=request.pp, dp_replicate=copies, dp_shard=request.hsdp, cp=request.cp, tp=request.tp)
+    return MeshSpec.of(
+        pp=request.pp, dp_replicate=copies, dp_shard=request.hsdp, cp=request.cp, tp=request.tp
+    )
 
 
 def _other_size(request: PlanRequest, num_ranks: int) -> str:
@@ -218,7 +220,8 @@ def _check_pipeline(request: PlanRequest) -> None:
     if request.pp == 1:
         if request.stages:
             raise PlanError(
-                "E260", f"plan.stages = {list(request.stages)} is for a pipeline, and plan.pp = 1. Set plan.pp."
+                "E260",
+                f"plan.stages = {list(request.stages)} is for a pipeline, and plan.pp = 1. Set plan.pp.",
             )
         return
     num_stages = request.pp * _chunks_of(request)

@@ -60,8 +60,8 @@ def group_by_size(
         members.append(parameter)
         if sum(p.numel * p.master_itemsize for p in members) >= bucket_bytes:
             close(kind)
-    for kind in list(open_groups):
-        close(kind)
+    for left in list(open_groups):
+        close(left)
     return (Unit("", tuple(_buckets(groups, division))),)
 
 

@@ -43,7 +43,13 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    model: nn.Module, loss: Loss, batch: Any, plan: TrainPlan, *, device: torch.device, compute_dtype: torch.dtype | None = None
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    plan: TrainPlan,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype | None = None,
 ) -> PipelinePlan:
     """Record the loss on a micro-batch and cut it.
 

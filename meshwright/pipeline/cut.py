@@ -68,7 +68,11 @@ class Stage:
 def cut_points(tape: Tape) -> list[int]:
     """Positions at which a stage may begin: calls of modules, unless memory is changed in place across."""
     joined = tape.joined()
-    return [i for i, call in enumerate(tape.calls) if i and call.module and not tape.is_free[i] and i not in joined]
+    return [
+        i
+        for i, call in enumerate(tape.calls)
+        if i and call.module and not tape.is_free[i] and i not in joined
+    ]
 
 
 def balanced_cut(tape: Tape, num_stages: int, *, model: str) -> tuple[Cut, list[float]]:
@@ -96,7 +100,11 @@ def balanced_cut(tape: Tape, num_stages: int, *, model: str) -> tuple[Cut, list[
         ends = [len(bounds) - 1] if last else range(stage, len(bounds) - 1)
         for end in ends:
             options = [
-                (max(worst, costs[bounds[end]] - costs[bounds[start]]), values + crossing[end], (*chosen, end))
+                (
+                    max(worst, costs[bounds[end]] - costs[bounds[start]]),
+                    values + crossing[end],
+                    (*chosen, end),
+                )
                 for start, (worst, values, chosen) in best[-1].items()
                 if start < end
             ]
@@ -124,10 +132,14 @@ def named_cut(tape: Tape, starts: Sequence[str], *, model: str) -> Cut:
             known = [tape.calls[p].anchor for p in points]
             near = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PlanError("E260", f"plan.stages: {model} calls no module {name!r}; a stage may begin at {_few(known)}.{hint}")
+            raise PlanError(
+                "E260",
+                f"plan.stages: {model} calls no module {name!r}; a stage may begin at {_few(known)}.{hint}",
+            )
         if inside[0] in joined:
             raise PlanError(
-                "E260", f"plan.stages: no stage can begin at {name!r}: {joined[inside[0]]}, and that stays on one stage."
+                "E260",
+                f"plan.stages: no stage can begin at {name!r}: {joined[inside[0]]}, and that stays on one stage.",
             )
         if not inside[0] or (chosen and inside[0] <= chosen[-1]):
             raise PlanError(
@@ -147,7 +159,7 @@ def make_stages(tape: Tape, cut: Cut) -> list[Stage]:
     """
     anchors = {call.anchor: i for i, call in reversed(list(enumerate(tape.calls))) if call.module}
     joined = tape.joined()
-    starts = []
+    starts: list[int] = []
     for name in cut.starts:
         at = anchors.get(name)
         if at is None or at in joined or (starts and at <= starts[-1]):
@@ -170,7 +182,10 @@ class _Routing:
 
     def stages(self) -> list[Stage]:
         tape, last_stage = self._tape, self._num - 1
-        calls = [[i for i, s in enumerate(self._stage_of) if s == stage and not tape.is_free[i]] for stage in range(self._num)]
+        calls = [
+            [i for i, s in enumerate(self._stage_of) if s == stage and not tape.is_free[i]]
+            for stage in range(self._num)
+        ]
         wanted = [{n for i in own for n in tape.calls[i].inputs} for own in calls]
         wanted[last_stage].add(tape.total)
         if isinstance(tape.count, Slot):
@@ -192,7 +207,11 @@ class _Routing:
             sends = sorted(crossing[stage])
             keep = {*sends, *((tape.total,) if stage == last_stage else ())}
             keep |= wanted[last_stage] if stage == last_stage else set()
-            found.append(Stage(tuple(calls[stage]), tuple(receives), tuple(sends), draws, self._drops(calls[stage], keep)))
+            found.append(
+                Stage(
+                    tuple(calls[stage]), tuple(receives), tuple(sends), draws, self._drops(calls[stage], keep)
+                )
+            )
             draws += sum(tape.calls[i].draws for i in calls[stage])
         return found
 
@@ -252,8 +271,8 @@ def uneven_warning(costs: Sequence[float], model: str) -> str | None:
         return None
     shares = " ".join(f"{cost / mean:.2f}" for cost in costs)
     return (
-        f"W202 {model} does not divide evenly over {len(costs)} pipeline stages: they cost {shares} of an even share, so a "
-        f"step is up to {100 * excess:.0f} % slower than with even ones"
+        f"W202 {model} does not divide evenly over {len(costs)} pipeline stages: they cost {shares} of an even share, "
+        f"so a step is up to {100 * excess:.0f} % slower than with even ones"
     )
 
 

@@ -75,7 +75,9 @@ class _Step:
     coming: dict[Action, list[tuple[int, Tensor, Handle]]] = field(default_factory=dict)
     sends: dict[int, deque[list[Handle]]] = field(default_factory=dict)
     handed: dict[tuple[str, int, int], dict[int, Tensor]] = field(default_factory=dict)
-    random: dict[tuple[int, int], Callable[[bool], AbstractContextManager[None]]] = field(default_factory=dict)
+    random: dict[tuple[int, int], Callable[[bool], AbstractContextManager[None]]] = field(
+        default_factory=dict
+    )
     weights: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
     position: int = 0
     next_receive: int = 0
@@ -296,7 +298,9 @@ class PipelineExecutor:
 
     def _hand(self, now: _Step, kind: str, action: Action, to: int, values: dict[int, Tensor]) -> None:
         here = self.schedule.placement[action.slot][to] == self._groups.index
-        now.handed["take " + kind if here else "send " + kind, to if here else action.stage, action.microbatch] = values
+        now.handed[
+            "take " + kind if here else "send " + kind, to if here else action.stage, action.microbatch
+        ] = values
 
     def _taken(self, now: _Step, kind: str, action: Action) -> dict[int, Tensor]:
         """What another stage made for this action."""
@@ -328,14 +332,18 @@ class PipelineExecutor:
         for place, number in enumerate(_carried(batch, action)):
             value = batch.tape.values[number]
             buffer = torch.empty(value.shape, dtype=value.dtype, device=self._twin.device)
-            handle = ops.receive(buffer, group, index=action.peer, tag=self._tag(action, place), cause=_cause(action))
+            handle = ops.receive(
+                buffer, group, index=action.peer, tag=self._tag(action, place), cause=_cause(action)
+            )
             posted.append((number, buffer, handle))
         now.coming[action] = posted
 
     def _send(self, now: _Step, action: Action, values: dict[int, Tensor]) -> None:
         group = self._groups.to(action.peer)
         handles = [
-            ops.send(x.contiguous(), group, index=action.peer, tag=self._tag(action, place), cause=_cause(action))
+            ops.send(
+                x.contiguous(), group, index=action.peer, tag=self._tag(action, place), cause=_cause(action)
+            )
             for place, x in enumerate(values.values())
         ]
         waiting = now.sends.setdefault(action.peer, deque())
@@ -389,7 +397,9 @@ class PipelineExecutor:
             value = tape.values[n]
             found[n] = torch.empty(value.shape, dtype=value.dtype, device=self._twin.device)
             group = self._groups.coming_from(before)
-            ops.receive(found[n], group, index=before, tag=number * 64 + place % 64, cause="evaluation").wait()
+            ops.receive(
+                found[n], group, index=before, tag=number * 64 + place % 64, cause="evaluation"
+            ).wait()
         return found
 
 

@@ -7,6 +7,7 @@ one. A tied parameter that is used here stays under all its names, so that it is
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -33,7 +34,7 @@ def prune(model: nn.Module, keep: Collection[str]) -> None:
     """Take every parameter and buffer that is not in `keep` from its module."""
     kept = {id(x) for name, x in [*model.named_parameters(), *model.named_buffers()] if name in keep}
     for module in model.modules():
-        tables: tuple[dict[str, object], ...] = (module._parameters, module._buffers)
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:
             for name, x in table.items():
                 if x is not None and id(x) not in kept:

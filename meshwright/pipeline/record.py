@@ -35,7 +35,19 @@ from meshwright.pipeline.tape import Call, Held, Slot, Tape, Value
 from meshwright.sharding.units import find_units, parameters_in_master_type
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
-_PLAIN = (str, bytes, int, float, complex, bool, slice, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 _HARMLESS = (enum.Enum, type, nn.Module, torch.Generator, range)
 
 
@@ -84,12 +96,18 @@ class Twin:
         """
         self.model.train(training)
         with self._mode:
-            fake = map_tensors(batch, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device))
+            fake = map_tensors(
+                batch, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)
+            )
         recorder = _Recorder(self, fake)
         try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), masks_as_in_training(batch):
-                with recorder.installed():
-                    total, count = loss(self.model, fake)
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.enable_grad(),
+                masks_as_in_training(batch),
+                recorder.installed(),
+            ):
+                total, count = loss(self.model, fake)
         except (PlanError, TypeError, AttributeError, NameError):
             raise
         except Exception as error:
@@ -209,10 +227,14 @@ class _Recorder(TorchFunctionMode):
             return result
         names = [n for x in held if (n := self._twin.held.get(id(x)))]
         inputs: list[int] = []
-        arguments = pytree.tree_map(lambda leaf: self._argument(leaf, inputs, names, name or func), (args, kwargs))
+        arguments = pytree.tree_map(
+            lambda leaf: self._argument(leaf, inputs, names, name or func), (args, kwargs)
+        )
         position = len(self._calls)
         # A module's own buffers stay with it, so what it does to them is its own business.
-        changes = frozenset(self._storage(x) for x in changed if module is None or any(x is t for t in tensors))
+        changes = frozenset(
+            self._storage(x) for x in changed if module is None or any(x is t for t in tensors)
+        )
         outputs = tuple(self._number_or_new(x, position) for x in made)
         self._calls.append(
             Call(
@@ -284,7 +306,9 @@ class _Recorder(TorchFunctionMode):
         """The whole tape."""
         number = self._numbers.get(id(total))
         if number is None or not isinstance(total, Tensor):
-            raise PlanError("E263", "plan.pp: the loss must return (sum, count) with a sum that depends on the batch")
+            raise PlanError(
+                "E263", "plan.pp: the loss must return (sum, count) with a sum that depends on the batch"
+            )
         counted: int | float | Slot
         if isinstance(count, Tensor):
             known = self._numbers.get(id(count))

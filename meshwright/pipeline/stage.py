@@ -39,8 +39,8 @@ class Holder:
         if found is None:
             raise PlanError(
                 "E264",
-                f"plan.pp: the forward of this micro-batch uses {name!r} on a stage that does not have it, as none of "
-                f"the first micro-batch's shape did. Every micro-batch must use the same parameters on the same stages.",
+                f"plan.pp: the forward of this micro-batch uses {name!r} on a stage that does not have it: none of "
+                f"the first micro-batch did. All micro-batches must use the same parameters on the same stages.",
             )
         return found
 
@@ -96,7 +96,9 @@ class StageRun:
         value, made = self.tape.values[number], self._kept[number]
         if tuple(made.shape) != value.shape or made.dtype != value.dtype:
             call = self.tape.calls[value.maker]
-            raise _differs(call, f"{tuple(made.shape)} of {made.dtype} instead of {value.shape} of {value.dtype}")
+            raise _differs(
+                call, f"{tuple(made.shape)} of {made.dtype} instead of {value.shape} of {value.dtype}"
+            )
 
     def output(self, number: int) -> Tensor:
         """A value for the stage behind, outside of any graph."""
@@ -142,11 +144,11 @@ class StageRun:
         for number in self.owed:
             own = self._received[number].grad
             passed = gradients.get(number)  # of a value that went on to the stages behind
-            if own is None or passed is None:
-                own = passed if own is None else own
-            else:
-                own = own + passed
-            owed[number] = torch.zeros_like(self._received[number]) if own is None else own.contiguous()
+            parts = [x for x in (own, passed) if x is not None]
+            total_of = parts[0] + parts[1] if len(parts) == 2 else next(iter(parts), None)
+            owed[number] = (
+                torch.zeros_like(self._received[number]) if total_of is None else total_of.contiguous()
+            )
         self._kept, self._received = {}, {}
         return owed
 
@@ -154,6 +156,6 @@ class StageRun:
 def _differs(call: Call, how: str) -> PlanError:
     return PlanError(
         "E266",
-        f"plan.pp: {call.describe()} returned {how} that were foreseen without values. A stage behind cannot get them: the "
-        f"result of a module must depend on shapes alone. Set plan.pp=1.",
+        f"plan.pp: {call.describe()} returned {how} that were foreseen without values. A stage behind cannot get them: "
+        f"the result of a module must depend on shapes alone. Set plan.pp=1.",
     )

@@ -118,7 +118,9 @@ class Tape:
         changed = {storage for call in self.calls for storage in call.changes}
         free: list[bool] = []
         for call in self.calls:
-            plain = not call.draws and not call.changes and not any(name in self.trained for name in call.held)
+            plain = (
+                not call.draws and not call.changes and not any(name in self.trained for name in call.held)
+            )
             made = [self.values[n] for n in call.outputs if n >= 0]
             plain = plain and not any(v.needs_grad or v.storage in changed for v in made)
             plain = plain and not any(self.values[n].storage in changed for n in call.inputs)

@@ -1,9 +1,9 @@
 """Parameters that several ranks of a pipeline hold: their gradients summed once a step, so that they stay equal.
 
-Such are tied weights on different stages, and all weights where each stage is on two ranks. They lie in buckets that are
-alike on all their holders, so what is summed is the shard that each holds after its data-parallel reduction. The first
-holder adds in the order of the pipeline and sends the sum back: all get the same bits. The first holder counts them in
-the norm and writes them in checkpoints.
+Such are tied weights on different stages, and all weights where each stage is on two ranks. They lie in buckets that
+are alike on all their holders, so what is summed is the shard that each holds after its data-parallel reduction. The
+first holder adds in the order of the pipeline and sends the sum back: all get the same bits. It also counts them in the
+norm and writes them in checkpoints.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def num_workers_of(config: RunConfig, world_size: int) -> int:
 
 
 def local_world_size(config: RunConfig, *, num_gpus: int) -> int:
-    """How many local processes a run starts: plan.processes, else tp x cp x pp x (plan.dp, one a GPU or one) and servers."""
+    """Local processes of a run: plan.processes, else tp x cp x pp x (plan.dp, one a GPU or one) and servers."""
     if config.plan.processes:
         return config.plan.processes
     servers = config.plan.servers or 1 if config.plan.sync == "parameter_server" else 0

@@ -78,6 +78,4 @@ def stateless_randomness(
     sequence: SequenceRegion | None = None,
 ) -> Callable[[int, int], AbstractContextManager[None]]:
     """For `TrainState.randomness`, see `StatelessDraws`."""
-    return StatelessDraws(
-        geometry, seed=seed, must_agree=must_agree, region=region, sequence=sequence
-    ).around
+    return StatelessDraws(geometry, seed=seed, must_agree=must_agree, region=region, sequence=sequence).around

@@ -362,7 +362,8 @@ class PlanConfig(Section):
     pp: Annotated[int, Field(ge=1)] = 1
     """Pipeline stages."""
     schedule: (
-        Literal["serial", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "searched"] | None
+        Literal["serial", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "searched"]
+        | None
     ) = None
     """Order of forwards and backwards over the stages; unset: 1f1b."""
     chunks: Annotated[int, Field(ge=1)] | None = None

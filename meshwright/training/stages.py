@@ -59,7 +59,7 @@ class Pipeline:
         )
 
 
-def make_pipeline(  # noqa: PLR0913 - what a run is
+def make_pipeline(
     model: nn.Module,
     loss: Loss,
     data: MapStyle,
@@ -85,8 +85,12 @@ def make_pipeline(  # noqa: PLR0913 - what a run is
     """
     if groups.pipeline is None:
         return None
-    geometry = BatchGeometry(plan.global_batch, plan.num_microbatches, groups.num_readers, groups.reader_index)
-    batch = cast_batch(Batches(data, geometry, seed=0).micro_batch(0, 0), MASTER_DTYPES[plan.precision], device)
+    geometry = BatchGeometry(
+        plan.global_batch, plan.num_microbatches, groups.num_readers, groups.reader_index
+    )
+    batch = cast_batch(
+        Batches(data, geometry, seed=0).micro_batch(0, 0), MASTER_DTYPES[plan.precision], device
+    )
     batch = batch if cut_batch is None else cut_batch(batch)[0]
     made = plan_pipeline(
         model, loss, batch, plan, device=device, compute_dtype=COMPUTE_DTYPES[plan.precision]
@@ -108,4 +112,3 @@ def _check_owners(plan: TrainPlan, holders: Mapping[str, tuple[int, ...]]) -> No
 def evaluated(executor: PipelineExecutor) -> Loss:
     """The loss of a batch for whoever has no gradients to take: on the last stage; zeros elsewhere."""
     return lambda _model, batch: executor.evaluate(batch)
-

@@ -577,8 +577,12 @@ class _Candidate:
         if self._executor is None:
             return True
         sharded = self._rank.engine.policy.shards_parameters
-        axes = {"dp", self._rank.engine.owners.axis, self._rank.engine.groups.replicate.axis} if sharded else set()
-        op, _, axis = name.partition(" over ")
+        axes = (
+            {"dp", self._rank.engine.owners.axis, self._rank.engine.groups.replicate.axis}
+            if sharded
+            else set()
+        )
+        _op, _, axis = name.partition(" over ")
         return (axis or "dp") not in axes | {"tp", "cp"}
 
     def _has(self, module: str) -> bool:
@@ -600,7 +604,7 @@ class _Candidate:
 def _num_statistics(
     uses: Uses, again: Mapping[str, Sequence[str]], has: Callable[[str], bool] = lambda _: True
 ) -> int:
-    """Sums of batch statistics of a micro-step, those of modules that run again included, of modules that a rank has."""
+    """Sums of batch statistics of a micro-step, also of modules that run again, of those that a rank has."""
     reruns = [name for names in again.values() for name in names]
     repeated = sum(
         count * sum(layer == name or layer.startswith(f"{name}.") for name in reruns)

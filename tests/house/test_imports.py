@@ -21,6 +21,7 @@ ROWS = (
     ("comm",),
     ("sharding", "tensor", "context", "checkpoint", "recompute"),
     ("adapt", "capture"),
+    ("pipeline",),
     ("models", "data"),
     ("training",),
     ("verification",),
