@@ -550,7 +550,7 @@ def _take_for(reference: weakref.ref[ShardingEngine], number: int, position: int
         engine._take(engine._trained[number], position)
 
 
-def plan_units(
+def plan_units(  # noqa: PLR0913 - whatever decides how buckets are cut
     model: nn.Module,
     policy: ShardingPolicy,
     num_shards: int,

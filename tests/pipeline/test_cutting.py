@@ -76,10 +76,10 @@ def test_what_needs_the_batch_alone_is_made_by_every_stage_that_uses_it():
     assert shapes == [[], [gate, state], [gate, state, state], [gate, state]]
     model = EncoderDecoder(101)
     holders = holders_of(tape, stages, model)
-    assert holders["shared.weight"] == (0, 2, 3)
+    assert holders["shared.weight"] == (0, 1, 3)  # the target is embedded before the decoder begins
     assert holders["encoder.1.mix.weight"] == (1,)
     prune(model, {name for name, places in holders.items() if 1 in places})
-    assert [name for name, _ in model.named_parameters()] == [
+    assert [name for name, _ in model.named_parameters()][1:] == [
         f"encoder.1.{name}" for name in ("norm.weight", "norm.bias", "mix.weight", "mix.bias")
     ]
 
@@ -122,6 +122,8 @@ def test_stages_that_the_model_has_not(gpt_tape):
 
 
 def test_what_is_not_built_with_pipelines():
+    with pytest.raises(PlanError, match=r"E265 plan.sequence_parallel with plan.pp = 2 is not built"):
+        make_plan(PlanRequest(pp=2, tp=2, sequence_parallel=True), world_size=4, global_batch=4)
     with pytest.raises(PlanError, match=r'E265 plan.sync = "parameter_server" with plan.pp = 2 is not built'):
         make_plan(PlanRequest(pp=2, sync="parameter_server", servers=1), world_size=3, global_batch=4)
 

@@ -145,7 +145,7 @@ optimizer = { name = "adamv", lrr = 1 }
 [parallel]
 tensor_parallel_degree = 2
 [plan]
-pp = 2
+ep = 2
 zero = 7
 stages = [
   0,
@@ -162,8 +162,8 @@ stages = [
         "Did you mean 'adam'?",
         "E109 command line  train.optimizer.betas = [0.9, 1.0]: both betas lie in [0, 1), e.g. [0.9, 0.95]",
         "E109 run.toml:9  plan.zero = 7: must be 0, 1, 2 or 3",
-        "E110 run.toml:8  plan.pp = 2 is not built yet; built: pp = 1",
-        "E110 run.toml:10  plan.stages = [0] is not built yet; built: without this key",
+        "E109 run.toml:10  plan.stages = [0]: must be a valid string",
+        "E110 run.toml:8  plan.ep = 2 is not built yet; built: ep = 1",
     ]
 
 
@@ -237,11 +237,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
     "override",
     [
         "plan.mode=auto",
-        "plan.sequence_parallel=true",
-        "plan.pp=2",
-        "plan.schedule=1f1b",
-        "plan.chunks=2",
-        "plan.stages=[0, 3]",
         "plan.ep=2",
         "plan.cluster=8xh100",
         "plan.memory_headroom=10%",
