@@ -107,6 +107,12 @@ class Job:
                 "Train by a run file (meshwright train run.toml), or set plan.sync=native, with plan.zero=1 for "
                 "optimizer state on one rank each.",
             )
+        if config.plan.pp > 1:
+            raise PlanError(
+                "E265",
+                f"plan.pp = {config.plan.pp} is not built for loops of your own. Train by a run file (meshwright train "
+                f"run.toml), or set plan.pp=1.",
+            )
         if config.plan.cp > 1:
             raise PlanError(
                 "E255",

@@ -52,12 +52,12 @@ def test_a_users_mistake_has_its_code_and_no_traceback():
 
 
 def test_errors_as_one_json_object():
-    done = run("config", "show", "plan.zeroo=1", "plan.pp=2", "--json")
+    done = run("config", "show", "plan.zeroo=1", "plan.ep=2", "--json")
     assert done.returncode == 2
     error = json.loads(done.stdout)["error"]
     assert error["code"] == "E101"
     assert [item["code"] for item in error["errors"]] == ["E101", "E110"]
-    assert "plan.pp = 2 is not built yet" in error["message"]
+    assert "plan.ep = 2 is not built yet" in error["message"]
 
 
 @pytest.mark.parametrize("arguments", [["plan"], ["train"], ["learn", "one"], ["doctor", "--fast"]])

@@ -92,7 +92,7 @@ def test_a_scripts_exit_code_is_ours(launched, invoke):
         (["none.py"], "E100", "cannot read 'none.py'"),
         (["run.toml", "--lr", "3"], "E100", "'--lr' is not of the form a.b=c; write e.g. lr=1"),
         (["loop.py", "--resume", "auto"], "E100", "--resume auto: a script resumes by itself"),
-        (["run.toml", "plan.pp=2"], "E110", "plan.pp = 2 is not built yet; built: pp = 1"),
+        (["run.toml", "plan.ep=2"], "E110", "plan.ep = 2 is not built yet; built: ep = 1"),
     ],
 )
 def test_mistakes_are_found_before_anything_starts(launched, invoke, arguments, code, text):

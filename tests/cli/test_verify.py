@@ -160,7 +160,7 @@ def test_models_that_cannot_be_compared(function, more, text, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        (("run.toml", "--plan", "pp=2"), ConfigErrors, "E110 .*plan.pp = 2 is not built yet"),
+        (("run.toml", "--plan", "ep=2"), ConfigErrors, "E110 .*plan.ep = 2 is not built yet"),
         (("run.toml", "--plan", "dp=4"), None, "E200 .*, but 2 processes started"),
         (("model.onnx",), ConfigError, "E100 'model.onnx' is neither a run file"),
         (("missing.toml",), ConfigErrors, "E100 .*missing.toml"),

@@ -176,7 +176,7 @@ def test_submit(run_file, tmp_path, monkeypatch):
         ((), {"nodes": 0}, "E123 0 nodes"),
         (("save.every=never",), {"processes_per_node": 2}, "E1"),
         ((), {"nodes": 2, "processes_per_node": 2}, "E200 .*dp 2 = 2, but 4 processes"),
-        (("plan.pp=2",), {"processes_per_node": 2}, "E110"),
+        (("plan.ep=2",), {"processes_per_node": 2}, "E110"),
     ],
 )
 def test_what_cannot_run_makes_no_script(run_file, overrides, options, text):

@@ -137,7 +137,8 @@ def test_a_mistake_on_one_rank_ends_all_and_is_named(script, mode: str, code: st
         ("processes=4", "E200", "plan.processes=4, but 1 processes started"),
         ("zero=7", "E109", "plan.zero = 7"),
         ("stage=2", "E101", "unknown key 'plan.stage'"),
-        ("pp=2", "E110", "plan.pp"),
+        ("ep=2", "E110", "plan.ep"),
+        ("pp=2", "E265", "plan.pp = 2 is not built for loops of your own"),
         ("sync=parameter_server", "E223", "your loop runs the model on every rank"),
     ],
 )

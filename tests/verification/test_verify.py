@@ -256,7 +256,7 @@ def test_a_bare_scalar_that_is_a_mean_over_samples():
     [
         ("dp=3", {}, PlanError, "E200 .*= 3, but 2 processes started"),
         ("zero=1,micro_batch=3", {"global_batch": 8}, PlanError, "E203 global_batch 8"),
-        ("pp=2", {}, ConfigErrors, "E110 .*plan.pp = 2 is not built yet"),
+        ("ep=2", {}, ConfigErrors, "E110 .*plan.ep = 2 is not built yet"),
         ("zerro=2", {}, ConfigErrors, "E101 .*Did you mean 'plan.zero'"),
         ("zero=1", {"precision": "fp8"}, ConfigErrors, "E109"),
         ("zero=1", {"steps": 0}, ConfigError, "E109 steps = 0"),
