@@ -50,7 +50,9 @@ def _score(row: Row) -> Scored:
     except Unpriced as reason:
         return Scored({**row, **dict.fromkeys(ADDED, ""), "skipped_reason": str(reason)}, "", None, None)
     found = predict(job.work, job.layout, job.cluster)
-    gib = found.memory.peak / 2**30
+    # What frameworks report is without the device's context; nvidia-smi's figure has it.
+    is_whole = "nvidia-smi" in " ".join(row.values())
+    gib = (found.memory.peak - (0.0 if is_whole else found.memory.reserve)) / 2**30
     texts = (f"{found.step.total:.6g}", f"{gib:.4g}", f"{found.mfu:.4g}", "")
     filled = {**row, **dict(zip(ADDED, texts, strict=True))}
     return Scored(filled, job.cluster.machine.name, _time_error(job, found), _memory_error(row, gib))

@@ -94,8 +94,8 @@ def test_recomputation_orders_what_is_kept():
     ],
 )
 def test_published_peaks_are_met(layout, batch, gib):
-    found = peak_bytes(Workload(find_model("llama-3.1-8b"), 8192, batch), layout).peak / 2**30
-    assert found == pytest.approx(gib, rel=0.06)
+    found = peak_bytes(Workload(find_model("llama-3.1-8b"), 8192, batch), layout)
+    assert (found.peak - found.reserve) / 2**30 == pytest.approx(gib, rel=0.06)
 
 
 def test_parts_add_up():

@@ -65,6 +65,21 @@ def test_the_best_of_blooms_layouts_is_found():
     assert rate(chosen, "iteration_time_s") >= 0.95 * best
 
 
+def test_measured_peaks_are_met():
+    errors = [abs(item.memory_error) for item in SCORED if item.memory_error is not None]
+    assert len(errors) > 80
+    assert median(errors) <= 0.06
+    ran = [item for item in SCORED if item.machine and float(item.row["predicted_peak_mem_gib"]) > 96]
+    assert ran == []
+
+
+def test_nvidia_smi_sees_the_context_and_a_framework_does_not():
+    row = row_of("T0906")
+    seen, counted = score_rows([row, {**row, "peak_mem_unit": "framework"}])
+    context = float(seen.row["predicted_peak_mem_gib"]) - float(counted.row["predicted_peak_mem_gib"])
+    assert context == pytest.approx(1573 / 1024, abs=0.02)
+
+
 def test_words_of_a_row_become_a_layout():
     job = read_job(row_of("T0297"))  # Llama 3.1 405B in fp8
     assert (job.layout.dp, job.layout.tp, job.layout.pp, job.layout.cp, job.layout.chunks) == (8, 8, 8, 2, 8)
