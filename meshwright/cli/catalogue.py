@@ -242,6 +242,13 @@ CATALOGUE = (
         "Take a plan.tp of the message.",
     ),
     CodeEntry(
+        "E202",
+        "more pipeline stages than parts",
+        "A model is cut between its modules: its repeated blocks and the modules around them. There are fewer"
+        " of these than plan.pp x plan.chunks stages.",
+        "Take a number of stages of the message, or name modules inside of blocks in plan.stages.",
+    ),
+    CodeEntry(
         "E203",
         "the global batch cannot be cut evenly",
         "global batch = dp x micro batch x accumulation. The global batch is never changed silently, because it "
@@ -373,69 +380,6 @@ CATALOGUE = (
         "Take names of `model.named_modules()`; * stands for any text, | separates patterns.",
     ),
     CodeEntry(
-        "E202",
-        "more pipeline stages than parts",
-        "A model is cut between its modules: its repeated blocks and the modules around them. There are fewer"
-        " of these than plan.pp x plan.chunks stages.",
-        "Take a number of stages of the message, or name modules inside of blocks in plan.stages.",
-    ),
-    CodeEntry(
-        "E260",
-        "stages that the model has not",
-        "plan.stages names, for every stage but the first, the module with which it begins, in the order in "
-        "which they run.",
-        "Name modules that the message lists, one less than plan.pp x plan.chunks, or leave plan.stages out.",
-    ),
-    CodeEntry(
-        "E261",
-        "a value that Python reads between modules",
-        "Every stage must know what the whole forward does without computing it, so between modules Python "
-        "may look at shapes and never at values.",
-        "Move the branch into a module of one stage, or set plan.pp = 1.",
-    ),
-    CodeEntry(
-        "E262",
-        "a tensor that cannot be followed from stage to stage",
-        "A stage sends what its modules return. A tensor of the batch that is changed in place, or one that "
-        "leaves a module by an attribute, is not seen by other stages.",
-        "Return the tensor from the forward, and use operations that are not in place.",
-    ),
-    CodeEntry(
-        "E263",
-        "a value between modules that is no tensor and cannot travel",
-        "Between modules only tensors in tuples, lists and dicts can go to another stage; an object may hold "
-        "tensors that nobody sees.",
-        "Pass tensors; for transformers' models set use_cache = False.",
-    ),
-    CodeEntry(
-        "E264",
-        "a micro-batch whose forward is another",
-        "Stages are cut once. A micro-batch of another shape is recorded anew, and must run the same modules "
-        "in the same order with the same parameters on each stage.",
-        "Name other modules in plan.stages, or set plan.pp = 1.",
-    ),
-    CodeEntry(
-        "E265",
-        "a key that is not built together with plan.pp",
-        "Under pipeline parallelism a rank holds some stages of a model, and some other key does not know "
-        "that yet.",
-        "Leave the other key out, or set plan.pp = 1.",
-    ),
-    CodeEntry(
-        "E266",
-        "a module that returned something else than foreseen",
-        "Buffers for what a stage receives are made from the shapes that the recorded forward has. A module "
-        "returned tensors of another shape, type or number.",
-        "Let shapes of results depend on shapes of inputs alone, or set plan.pp = 1.",
-    ),
-    CodeEntry(
-        "E267",
-        "weights on several stages with whole owners",
-        'Weights that several stages hold have the same owner on each, which plan.ownership = "whole" does '
-        "not give them.",
-        "Leave plan.ownership out, or set plan.dp = 1.",
-    ),
-    CodeEntry(
         "E228",
         "a key that is not built together with plan.tp",
         "Under tensor parallelism a rank holds parts of matrices. Checkpoints, recomputation, Muon, parameter servers "
@@ -550,6 +494,62 @@ CATALOGUE = (
         "a key that is not built together with plan.cp",
         "Context parallelism cuts the sequences of a batch over ranks, and some other key does not know that yet.",
         "Leave the other key out, or set plan.cp = 1.",
+    ),
+    CodeEntry(
+        "E260",
+        "stages that the model has not",
+        "plan.stages names, for every stage but the first, the module with which it begins, in the order in "
+        "which they run.",
+        "Name modules that the message lists, one less than plan.pp x plan.chunks, or leave plan.stages out.",
+    ),
+    CodeEntry(
+        "E261",
+        "a value that Python reads between modules",
+        "Every stage must know what the whole forward does without computing it, so between modules Python "
+        "may look at shapes and never at values.",
+        "Move the branch into a module of one stage, or set plan.pp = 1.",
+    ),
+    CodeEntry(
+        "E262",
+        "a tensor that cannot be followed from stage to stage",
+        "A stage sends what its modules return. A tensor of the batch that is changed in place, or one that "
+        "leaves a module by an attribute, is not seen by other stages.",
+        "Return the tensor from the forward, and use operations that are not in place.",
+    ),
+    CodeEntry(
+        "E263",
+        "a value between modules that is no tensor and cannot travel",
+        "Between modules only tensors in tuples, lists and dicts can go to another stage; an object may hold "
+        "tensors that nobody sees.",
+        "Pass tensors; for transformers' models set use_cache = False.",
+    ),
+    CodeEntry(
+        "E264",
+        "a micro-batch whose forward is another",
+        "Stages are cut once. A micro-batch of another shape is recorded anew, and must run the same modules "
+        "in the same order with the same parameters on each stage.",
+        "Name other modules in plan.stages, or set plan.pp = 1.",
+    ),
+    CodeEntry(
+        "E265",
+        "a key that is not built together with plan.pp",
+        "Under pipeline parallelism a rank holds some stages of a model, and some other key does not know "
+        "that yet.",
+        "Leave the other key out, or set plan.pp = 1.",
+    ),
+    CodeEntry(
+        "E266",
+        "a module that returned something else than foreseen",
+        "Buffers for what a stage receives are made from the shapes that the recorded forward has. A module "
+        "returned tensors of another shape, type or number.",
+        "Let shapes of results depend on shapes of inputs alone, or set plan.pp = 1.",
+    ),
+    CodeEntry(
+        "E267",
+        "weights on several stages with whole owners",
+        'Weights that several stages hold have the same owner on each, which plan.ownership = "whole" does '
+        "not give them.",
+        "Leave plan.ownership out, or set plan.dp = 1.",
     ),
     CodeEntry(
         "E270",
