@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.adapt.context_parallel import ContextScope
 from meshwright.adapt.tensor_parallel import split_model
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import DataGroups
@@ -29,8 +30,9 @@ from meshwright.sharding.engine import ShardingEngine
 from meshwright.testing.ranks import RankPool
 from meshwright.testing.reference import run_reference
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, make_optimizer, parameter_groups
+from meshwright.training.sequences import over_sequences
 from meshwright.training.state import TrainState
-from meshwright.training.step import no_samples, train_step
+from meshwright.training.step import Loss, no_samples, train_step
 
 GLOBAL_BATCH, NUM_STEPS, SEQ_LEN, VOCAB_SIZE, CLIP_NORM = 12, 3, 8, 31, 0.05
 TOLERANCE = 1e-12
@@ -50,7 +52,7 @@ class Parity:
         return f"  ✓ {self.description} = 1 process: {self.num_compared} numbers and tensors, worst {self.worst:.1e}"
 
 
-def check_parity(
+def check_parity(  # noqa: PLR0913 - one number for each axis
     pool: RankPool,
     policy: str,
     *,
@@ -59,13 +61,14 @@ def check_parity(
     num_servers: int = 0,
     recompute: str = "none",
     num_tensor_ranks: int = 1,
+    num_context_ranks: int = 1,
 ) -> Parity:
     """Train on `num_ranks` ranks and on this process alone; assert that they agree to 1e-12.
 
-    `num_servers` of the ranks, the last ones, are parameter servers; `num_tensor_ranks` of them hold a copy together.
-    Ranks compute again what `recompute` says.
+    `num_servers` of the ranks, the last ones, are parameter servers; `num_tensor_ranks` of them hold a copy together,
+    `num_context_ranks` parts of the same sequences. Ranks compute again what `recompute` says.
     """
-    shape = num_microbatches, num_servers, num_tensor_ranks
+    shape = num_microbatches, num_servers, num_tensor_ranks, num_context_ranks
     ranks = pool.run(_train_on_rank, num_ranks, policy, shape, recompute)
     losses, norms, parameters = _train_alone(num_microbatches)
     errors = []
@@ -83,14 +86,17 @@ def check_parity(
         f"{policy} on {num_ranks} ranks differs by {worst:.3g}"
     )
     policy = policy if num_tensor_ranks == 1 else f"tp{num_tensor_ranks}_{policy}"
+    policy = policy if num_context_ranks == 1 else f"cp{num_context_ranks}_{policy}"
     described = f"{policy} on {num_ranks} rank{'s' if num_ranks > 1 else ''}, accumulate {num_microbatches}"
     described += "" if recompute == "none" else f", recompute {recompute}"
     return Parity(described, len(errors), worst)
 
 
-def _train_on_rank(mesh: Any, policy: str, shape: tuple[int, int, int], recompute: str) -> dict[str, Any]:
-    num_microbatches, num_servers, num_tensor_ranks = shape
-    groups, model = groups_of(mesh, num_servers, num_tensor_ranks), small_gpt()
+def _train_on_rank(
+    mesh: Any, policy: str, shape: tuple[int, int, int, int], recompute: str
+) -> dict[str, Any]:
+    num_microbatches, *factors = shape
+    groups, model = groups_of(mesh, *factors), small_gpt()
     split = None if groups.tensor is None else split_model(model, groups.tensor, None)[0]
     layout = split or TensorLayout(1, 0)
     engine = ShardingEngine(
@@ -108,7 +114,7 @@ def _train_on_rank(mesh: Any, policy: str, shape: tuple[int, int, int], recomput
                 dp_size=groups.num_readers,
                 dp_rank=groups.reader_index,
             ),
-            loss=no_samples if groups.is_server else language_model_loss,
+            loss=no_samples if groups.is_server else _loss_of(groups),
             num_microbatches=num_microbatches,
             lr=_SPEC.lr,
             clip_norm=CLIP_NORM,
@@ -160,10 +166,19 @@ def small_gpt() -> nn.Module:
     return model.double()
 
 
-def groups_of(mesh: Any, num_servers: int, num_tensor_ranks: int = 1) -> DataGroups:
-    """The ranks of `mesh`, the last `num_servers` of them as parameter servers, or copies on several ranks each."""
-    if num_tensor_ranks > 1:
-        spec = MeshSpec.of(dp_shard=mesh.world.size // num_tensor_ranks, tp=num_tensor_ranks)
+def _loss_of(groups: DataGroups) -> Loss:
+    if groups.context is None:
+        return language_model_loss
+    return over_sequences(language_model_loss, ContextScope(groups.context, "ring"))
+
+
+def groups_of(
+    mesh: Any, num_servers: int, num_tensor_ranks: int = 1, num_context_ranks: int = 1
+) -> DataGroups:
+    """The ranks of `mesh`, the last `num_servers` as parameter servers, or copies and sequences on several ranks."""
+    if num_tensor_ranks * num_context_ranks > 1:
+        each = num_tensor_ranks * num_context_ranks
+        spec = MeshSpec.of(dp_shard=mesh.world.size // each, cp=num_context_ranks, tp=num_tensor_ranks)
         return Mesh(spec, mesh.world, log=mesh.log, device=mesh.device).data_groups()
     if not num_servers:
         return mesh.data_groups()

@@ -258,6 +258,26 @@ def test_log_bars_stand_on_decades():
     ]
 
 
+def test_lesson_09_cuts_a_sequence_and_sees_all_of_it(run_lesson):
+    output = run_lesson(9)
+    keys = [int(number) for number in re.findall(r"^  rank \d: .* +(\d+) keys$", output, re.MULTILINE)]
+    assert keys == [136, 392, 648, 904, 520, 520, 520, 520]
+    wrong, right = re.search(
+        r"mean of the two: off by (\S+)   weighted by exp\(lse\): off by (\S+)", output
+    ).groups()
+    assert float(wrong) > 0.1
+    assert float(right) < 1e-12
+    sent = re.findall(r"^  (\w+) +(?:= one device to \S+) +█+ +([\d,]+) bytes$", output, re.MULTILINE)
+    block = 2 * 4 * 16 * 8 * 8  # keys and values of a rank: heads, positions, width, bytes
+    assert {kind: int(number.replace(",", "")) for kind, number in sent} == {
+        "ring": 3 * (block + 2 * block),
+        "ulysses": 4 * block // 2 * 4 // 2,
+        "allgather": 3 * 4 * block,
+        "2d": 40_960,
+    }
+    assert parities(output) == [("cp2_ddp", "2", "1"), ("cp2_zero3", "4", "1"), ("cp4_zero1", "4", "1")]
+
+
 def test_lesson_07_pairs_products_and_cuts_the_loss(run_lesson):
     output = run_lesson(7)
     assert "y = x·w on 2 ranks, column" in output

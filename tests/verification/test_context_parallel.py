@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
@@ -10,11 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+import meshwright
+from meshwright.errors import PlanError
+from meshwright.launching.jobs import launch_config
 from meshwright.launching.verify import job_of
 from meshwright.layout.plan import TrainPlan
 from meshwright.layout.sequence import factors
 from meshwright.models import GPT, GPTConfig, Llama, LlamaConfig, language_model_loss
 from meshwright.models.hf_loss import causal_lm_loss, same_place_loss
+from meshwright.training.config import load_config
+from meshwright.training.planning import local_world_size, plan_of
 from meshwright.verification.job import Functions
 from tests.parity.cover import as_cases, pairwise
 from tests.parity.verifying import Prepared, Verifier
@@ -194,6 +200,51 @@ def test_context_parallel_is_one_device(verifier, case):
     kind = case["kind"] if case["kind"] != "2d" or factors(case["cp"])[0] > 1 else "ring"
     keys = f"cp={case['cp']},cp_kind={kind},zero={case['zero']},transport={case['transport']},bucket_bytes=4096 bytes"
     check(verifier, case["subject"], keys, case["cp"])
+
+
+def test_training_prints_the_same_numbers_whatever_cp_is(tmp_path, monkeypatch, capfd):
+    """Loss, norm and held-out loss of `train`, over dp x cp, of sequences with padding."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = []
+    for cp, dp in ((1, 1), (2, 1)):
+        overrides = [
+            "model.source=gpt-nano", "plan.precision=fp64", "train.global_batch=4", "train.stop_at=2 steps",
+            f"plan.cp={cp}", f"plan.dp={dp}", f"plan.zero={cp}", f"save.dir={tmp_path / str(cp)}", "data.seq_len=15",
+            "train.eval_samples=8",
+        ]  # fmt: skip
+        resolved = load_config(None, overrides)
+        assert local_world_size(resolved.config, num_gpus=0) == cp * dp
+        result = launch_config(resolved, json_output=True)
+        assert result["mesh"] == {"pp": 1, "dp": dp, "cp": cp, "tp": 1}
+        lines = [json.loads(line) for line in (tmp_path / str(cp) / "metrics.jsonl").read_text().splitlines()]
+        assert [line["tokens"] for line in lines] == [60, 120]
+        found.append([number for line in lines for number in (line["loss"], line["grad_norm"])])
+        found[-1].append(result["eval_loss"])
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-11, atol=0)
+    assert "W204 cp=2 pads seq_len 15 to 16 (1 padded tokens a sequence" in capfd.readouterr().err
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("plan", ["cp=2,zero=3", "cp=4,zero=1,cp_kind=2d"])
+def test_a_checkpoint_of_cut_sequences_goes_on_on_other_ranks(plan):
+    """Nothing that is saved is cut by positions."""
+    processes = int(plan[3])
+    result = meshwright.verify(*SUBJECTS["llama"], plan=plan, processes=processes, steps=3)
+    assert result.ok, result.table()
+    assert result.check("resume").compared > 0
+
+
+def test_what_is_not_built_with_cp_is_refused_before_anything_starts():
+    refused = {
+        "plan.recompute=budget:1 MiB": 'E255 plan.recompute = "budget:1 MiB" with plan.cp = 2 is not built',
+        "plan.cp_kind=ulysses": 'E252 plan.cp_kind = "ulysses" with plan.cp = 8 gives each of 8 ranks some heads',
+    }
+    for override, text in refused.items():
+        number = 8 if "ulysses" in override else 2
+        config = load_config(None, ["model.source=gpt-nano", f"plan.cp={number}", override]).config
+        with pytest.raises(PlanError) as caught:
+            plan_of(config, world_size=number)
+        assert f"{caught.value.code} {caught.value.message}".startswith(text)
 
 
 @pytest.mark.parity
