@@ -31,6 +31,8 @@ class ParameterSpec:
         is_partial: whether its gradient is still to be summed over the ranks of a copy of the model once a step
             (sequence parallelism), so that those ranks must cut its bucket alike.
         apart: parameters share buckets with those of the same word only: who else holds them, in a pipeline.
+        even_numel: of an even part where it is one over tp, by which buckets are closed and owners chosen: alike on
+            all ranks of a copy; 0: its own number of elements.
     """
 
     name: str
@@ -43,6 +45,12 @@ class ParameterSpec:
     has_master: bool = False
     is_partial: bool = False
     apart: str = ""
+    even_numel: int = 0
+
+    @property
+    def planned_numel(self) -> int:
+        """What it counts in a plan that ranks of a copy of the model share."""
+        return self.even_numel or self.numel
 
     @property
     def kind(self) -> tuple[str, str, bool, bool]:

@@ -179,14 +179,13 @@ def _check_tensor_parallel(request: PlanRequest) -> None:
         )
     if request.tp == 1:
         return
-    refused = {
-        f'plan.sync = "{request.sync}"': request.sync == "parameter_server",
-    }
-    for what, is_asked in refused.items():
-        if is_asked:
-            raise PlanError(
-                "E228", f"{what} with plan.tp = {request.tp} is not built. Leave it out, or set plan.tp=1."
-            )
+    if request.sync == "parameter_server":
+        raise PlanError(
+            "E228",
+            f'plan.sync = "parameter_server" with plan.tp = {request.tp} is not built: a server would have to hold a '
+            f"part of every matrix for each tp rank. Set plan.sync=native, with plan.zero=1 for optimizer state on one "
+            f"data-parallel rank each; or set plan.tp=1.",
+        )
 
 
 def _check_context_parallel(request: PlanRequest) -> None:

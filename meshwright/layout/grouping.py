@@ -58,7 +58,7 @@ def group_by_size(
         kind = (parameter.kind, parameter.apart)
         members = open_groups.setdefault(kind, [])
         members.append(parameter)
-        if sum(p.numel * p.master_itemsize for p in members) >= bucket_bytes:
+        if sum(p.planned_numel * p.master_itemsize for p in members) >= bucket_bytes:
             close(kind)
     for left in list(open_groups):
         close(left)
@@ -118,12 +118,12 @@ def _buckets(groups: Sequence[_Group], division: Division) -> list[Bucket]:
 def assign_owners(groups: Sequence[Sequence[ParameterSpec]], num_owners: int) -> dict[str, int]:
     """Parameter name to owner, balanced by bytes over all and among equals within each group; deterministic."""
     places = [(parameter, group) for group, members in enumerate(groups) for parameter in members]
-    places.sort(key=lambda place: -place[0].numel * place[0].itemsize)  # stable: equals stay in order
+    places.sort(key=lambda place: -place[0].planned_numel * place[0].itemsize)  # stable: equals stay in order
     total, inside = [0] * num_owners, [[0] * num_owners for _ in groups]
     owners = {}
     for parameter, group in places:
         owner = min(range(num_owners), key=lambda index: (total[index], inside[group][index], index))
         owners[parameter.name] = owner
-        total[owner] += parameter.numel * parameter.itemsize
-        inside[group][owner] += parameter.numel * parameter.itemsize
+        total[owner] += parameter.planned_numel * parameter.itemsize
+        inside[group][owner] += parameter.planned_numel * parameter.itemsize
     return owners

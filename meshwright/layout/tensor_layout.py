@@ -205,6 +205,11 @@ class TensorLayout:
             shape[self.cuts[name].dim] = self.cuts[name].extent
         return tuple(shape)
 
+    def even_numel(self, name: str, local: Sequence[int]) -> int:
+        """Elements of a part where chunks are even: the same on every rank."""
+        whole = math.prod(self.logical_shape(name, local))
+        return -(-whole // self.size) if name in self.cuts else whole
+
     def layout(self, name: str, logical_shape: Sequence[int]) -> Layout:
         """The boxes of parameter `name`."""
         return Layout(tuple(logical_shape), (self.cuts[name],) if name in self.cuts else ())

@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -127,7 +127,6 @@ class ShardingEngine:
         places = devices_of(model, device)
         check_devices(places, policy, offload=offload)
         first = groups.num_workers if groups.num_servers else 0
-        partial = () if tensor_layout is None else tensor_layout.partial
         self.units = plan_units(
             model,
             policy,
@@ -135,7 +134,7 @@ class ShardingEngine:
             compute_dtype,
             places,
             first_owner=first,
-            partial_names=partial,
+            tensor_layout=tensor_layout,
             apart=apart,
         )
         parameters = dict(model.named_parameters())
@@ -310,6 +309,10 @@ class ShardingEngine:
             memory.finish_fetch()
             yield shards
             memory.publish()
+
+    def parts_of_update(self) -> list[list[ShardParameter]]:
+        """The parts of `updating`."""
+        return list(self._shards_of.values()) if self._offloads else [list(self.shards)]
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -558,14 +561,17 @@ def plan_units(  # noqa: PLR0913 - whatever decides how buckets are cut
     places: Mapping[str, torch.device] | None = None,
     *,
     first_owner: int = 0,
-    partial_names: Collection[str] = (),
+    tensor_layout: TensorLayout | None = None,
     apart: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Unit, ...]:
     """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`, `Division`.
 
     What is partial is small, and lies in the root: one sum over the ranks of a copy a step is for all of it.
     """
+    partial_names = () if tensor_layout is None else tensor_layout.partial
     specs = parameter_specs(model, compute_dtype, places, partial=partial_names, apart=apart)
+    if tensor_layout is not None:
+        specs = [replace(spec, even_numel=tensor_layout.even_numel(spec.name, spec.shape)) for spec in specs]
     division = Division(num_shards, policy.alignment_numel, policy.ownership, first_owner)
     if policy.shards_parameters:
         unit_of = assign_units(model, find_units(model)) | dict.fromkeys(partial_names, "")

@@ -40,6 +40,7 @@ from meshwright.training.extent import learning_rate_of, total_steps_of
 from meshwright.training.facts import run_facts
 from meshwright.training.flops import Peak, device_peak
 from meshwright.training.heldout import HeldOut
+from meshwright.training.cut_matrices import cut_matrices
 from meshwright.training.layouts import Example
 from meshwright.training.ledger import recompute_share, usable_bytes
 from meshwright.training.loss_scale import LossScale
@@ -214,7 +215,8 @@ class Run:
             for text in engine.tensor_layout.warnings:
                 self.console.line(text)
         scale = LossScale() if plan.precision == "fp16" else None
-        return TrainState(engine, ShardedOptimizer(self._optimizer_spec(), engine.shards), loss_scale=scale)
+        optimizer = ShardedOptimizer(self._optimizer_spec(), engine.shards, cut_matrices(engine))
+        return TrainState(engine, optimizer, loss_scale=scale)
 
     def _make_pipeline(self) -> Pipeline | None:
         made = make_pipeline(

@@ -22,6 +22,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from meshwright.training.cut_matrices import CutMatrices
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 # Norms below count as this much: a zero gradient stays zero.
@@ -66,6 +68,7 @@ class Muon(torch.optim.Optimizer):
         adjust: see `shape_factor`.
         betas: AdamW's.
         eps: AdamW's.
+        cut: matrices of which `matrices` has this rank's parts; None: it has them whole.
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class Muon(torch.optim.Optimizer):
         adjust: LrAdjust = "original",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        cut: CutMatrices | None = None,
     ) -> None:
+        self._cut = cut
         self._adamw: torch.optim.AdamW | None = None
         if rest:
             self._adamw = torch.optim.AdamW([dict(group) for group in rest], betas=betas, eps=eps, fused=True)
@@ -98,9 +103,7 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None, "Muon takes no closure"
         for group in self._groups("muon"):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+            self._update([p for p in group["params"] if p.grad is not None], group)
         if self._adamw is not None:
             # Groups and state may have been exchanged by a load.
             self._adamw.param_groups = self._groups("adamw")
@@ -108,13 +111,29 @@ class Muon(torch.optim.Optimizer):
             cast(Any, self._adamw).step()
         return None
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if self._cut is None:  # one at a time, in little memory
+            for parameter in parameters:
+                direction = orthogonalise(self._direction(parameter, group["momentum"]))
+                self._apply(parameter, direction, parameter.shape, group)
+            return
+        pairs = [(parameter, self._direction(parameter, group["momentum"])) for parameter in parameters]
+        for (parameter, _), part in zip(pairs, self._cut.changed(pairs, orthogonalise), strict=True):
+            self._apply(parameter, part, self._cut.whole_shape(parameter), group)
+
+    def _direction(self, parameter: Tensor, decay: float) -> Tensor:
+        """U of a matrix or of a part of one: element by element."""
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None, "a matrix without a gradient is left out"
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        momentum, lr = state["momentum_buffer"], group["lr"]
-        momentum.lerp_(gradient, 1.0 - group["momentum"])
-        direction = orthogonalise(gradient.lerp(momentum, group["momentum"]))
+        momentum: Tensor = state["momentum_buffer"]
+        momentum.lerp_(gradient, 1.0 - decay)
+        return gradient.lerp(momentum, decay)
+
+    @staticmethod
+    def _apply(parameter: Tensor, direction: Tensor, shape: Sequence[int], group: dict[str, Any]) -> None:
+        lr = group["lr"]
         parameter.mul_(1.0 - lr * group["weight_decay"])
-        rows, columns = parameter.shape
+        rows, columns = shape
         parameter.add_(direction, alpha=-lr * shape_factor(rows, columns, group["adjust"]))

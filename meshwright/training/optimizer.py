@@ -14,6 +14,7 @@ import torch
 
 from meshwright.errors import CheckpointError
 from meshwright.sharding.engine import ShardParameter
+from meshwright.training.cut_matrices import CutMatrices
 from meshwright.training.muon import LrAdjust, Muon
 from meshwright.training.optimizer_kinds import OPTIMIZER_KINDS as OPTIMIZER_KINDS
 from meshwright.training.optimizer_kinds import check_optimizer
@@ -78,7 +79,7 @@ def make_optimizer(spec: OptimizerSpec, parameters: Sequence[dict[str, object]])
     return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=True)
 
 
-def make_muon(spec: OptimizerSpec, shards: Sequence[ShardParameter]) -> Muon:
+def make_muon(spec: OptimizerSpec, shards: Sequence[ShardParameter], cut: CutMatrices | None = None) -> Muon:
     """Muon over the hidden matrices of `shards`, AdamW over the rest.
 
     Raises:
@@ -110,6 +111,7 @@ def make_muon(spec: OptimizerSpec, shards: Sequence[ShardParameter]) -> Muon:
         adjust=spec.lr_adjust,
         betas=spec.betas,
         eps=spec.eps,
+        cut=cut,
     )
 
 
@@ -117,16 +119,18 @@ class ShardedOptimizer:
     """One optimizer step over this rank's pieces of the parameters that some rank used.
 
     A parameter that got no gradient anywhere is left out, as torch leaves out `grad is None`: no decay, no
-    momentum, no step count. A rank may own no piece at all.
+    momentum, no step count. A rank may own no piece at all. `cut`: hidden matrices of which the pieces are parts (tp).
     """
 
-    def __init__(self, spec: OptimizerSpec, shards: Sequence[ShardParameter]) -> None:
+    def __init__(
+        self, spec: OptimizerSpec, shards: Sequence[ShardParameter], cut: CutMatrices | None = None
+    ) -> None:
         self.name = spec.name
         self.shards = list(shards)
         self.torch_optimizer: torch.optim.Optimizer | None = None
         self._adopted: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
         if self.shards and spec.name == "muon":
-            self.torch_optimizer = make_muon(spec, self.shards)
+            self.torch_optimizer = make_muon(spec, self.shards, cut)
         elif self.shards:
             groups = [
                 {"params": [self.shards[i].parameter for i in members], "weight_decay": decay}

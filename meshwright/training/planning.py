@@ -136,16 +136,7 @@ def _check_context_parallel(config: RunConfig) -> None:
 
 
 def _check_tensor_parallel(config: RunConfig) -> None:
-    """E228 for what is not built with tp and is no matter of the plan alone; E201 for a known architecture."""
-    refused = {
-        'train.optimizer.name = "muon"': config.train.optimizer.name == "muon",
-    }
-    for what, is_asked in refused.items():
-        if is_asked:
-            raise PlanError(
-                "E228",
-                f"{what} with plan.tp = {config.plan.tp} is not built. Leave it out, or set plan.tp=1.",
-            )
+    """E201 for a known architecture."""
     if config.model.source.startswith("preset:"):
         preset = find_model(config.model.source.removeprefix("preset:"))
         heads = config.model.num_heads or preset.num_heads

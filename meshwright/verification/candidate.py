@@ -35,6 +35,7 @@ from meshwright.sharding.engine import ShardParameter
 from meshwright.training.activations import budget_schedules, subject_of
 from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.clip import clip_coefficient
+from meshwright.training.cut_matrices import cut_matrices
 from meshwright.training.layouts import Example
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import ShardedOptimizer, spec_of
@@ -141,7 +142,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         dp_size=groups.num_readers,
         dp_rank=groups.reader_index,
     )
-    state = TrainState(engine, ShardedOptimizer(spec, engine.shards))
+    state = TrainState(engine, ShardedOptimizer(spec, engine.shards, cut_matrices(engine)))
     executor = None if pipeline is None else pipeline.executor(engine)
     state.stages = executor
     if kind == "stateless":
@@ -560,6 +561,7 @@ class _Candidate:
                 tensor_calls = Counter(self._layout.calls) + self._layout.calls_again(reruns)
                 for op, count in tensor_calls.items():
                     named[_call_name(op, self._model.axis)] += count * per_step
+                named[_call_name("all_to_all", self._model.axis)] += self._num_exchanges()
                 buckets = [bucket for unit in engine.units for bucket in unit.buckets if bucket.trainable]
                 num_partial = sum(bucket.parameters[0].is_partial for bucket in buckets)
                 named[_call_name("all_reduce", self._model.axis)] += 1 + num_partial
@@ -589,6 +591,15 @@ class _Candidate:
         """Whether a module is on this rank."""
         found = self._rank.engine.model.get_submodule(module)
         return self._executor is None or next(found.parameters(), None) is not None
+
+    def _num_exchanges(self) -> int:
+        """All-to-alls of whole matrices in an update: two a round, rounds of what is updated together."""
+        engine, cut = self._rank.engine, cut_matrices(self._rank.engine)
+        if cut is None or self._rank.state.optimizer.name != "muon":
+            return 0
+        parts = engine.parts_of_update()
+        counts = [sum(shard.parameter in cut.cuts for shard in part) for part in parts]
+        return sum(2 * cut.num_rounds(count) for count in counts)
 
     def _attention_of(self, step: int) -> Counter[str]:
         """Operations of attention over cut sequences in a step."""

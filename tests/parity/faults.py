@@ -150,7 +150,7 @@ class Case:
         if self.policy == "parameter_server":
             return frozenset({"servers"})
         if self.tp > 1:
-            return frozenset({"tensor parallelism"})
+            return frozenset({"tensor parallelism", *({"dropout"} & SUBJECTS[self.subject].has)})
         if self.cp > 1:
             return self._offers_of_cut_sequences()
         sharded = self.policy != "ddp"

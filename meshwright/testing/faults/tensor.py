@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from meshwright.layout.tensor_layout import TensorLayout
@@ -111,6 +112,54 @@ def _rows_off_by_one(candidate: CandidateRank, site: Site) -> None:
     patch(module, "forward", make)
 
 
+def _attentions(candidate: CandidateRank) -> list[Place]:
+    """Value layers of attentions whose heads are cut: what runs after them drops weights of a rank's heads."""
+    cuts = _layout(candidate).cuts
+    named = candidate.engine.model.named_modules()
+    return [_place(candidate, n) for n, _ in named if n.endswith(".value") and f"{n}.weight" in cuts]
+
+
+def _masks_of_the_first_rank(candidate: CandidateRank, site: Site) -> None:
+    region = _layout(candidate).region
+
+    def make(forward: Method) -> Method:
+        def cut(x: Tensor) -> Tensor:
+            y: Tensor = forward(x)
+            if is_step(candidate, site) and region.heads is not None:
+                region.heads = (0, *region.heads[1:])
+            return y
+
+        return cut
+
+    patch(candidate.engine.model.get_submodule(site.place.name), "forward", make)
+
+
+def _uneven_rows(candidate: CandidateRank) -> list[Place]:
+    """Layers with inputs in chunks of different sizes."""
+    layout = _layout(candidate)
+    return [
+        _place(candidate, name.removesuffix(".weight"))
+        for name, cut in layout.cuts.items()
+        if cut.dim == 1 and len(set(cut.sizes)) > 1
+    ]
+
+
+def _chunk_truncated(candidate: CandidateRank, site: Site) -> None:
+    layout, name = _layout(candidate), site.place.name
+    kept = min(layout.cuts[f"{name}.weight"].sizes)
+
+    def make(forward: Method) -> Method:
+        def truncated(x: Tensor) -> Tensor:
+            if is_step(candidate, site):
+                x = torch.cat([x[..., :kept], torch.zeros_like(x[..., kept:])], -1)
+            y: Tensor = forward(x)
+            return y
+
+        return truncated
+
+    patch(candidate.engine.model.get_submodule(name), "forward", make)
+
+
 def _fault(
     name: str,
     description: str,
@@ -120,6 +169,7 @@ def _fault(
         Callable[[CandidateRank, Site], None],
         Callable[[CandidateRank], list[Place]],
     ],
+    *needs: str,
 ) -> SilentFault:
     inject, places = commit
     return SilentFault(
@@ -129,7 +179,7 @@ def _fault(
         source=source,
         expected=expected,
         inject=inject,
-        needs=("tensor parallelism",),
+        needs=("tensor parallelism", *needs),
         places=places,
     )
 
@@ -169,5 +219,20 @@ FAULTS = (
         "PaddlePaddle/PaddleFleet#104",
         ("activations", "loss"),
         (_rows_off_by_one, _embeddings),
+    ),
+    _fault(
+        "masks_of_the_first_rank",
+        "every tensor-parallel rank drops attention weights of its heads by the first rank's mask",
+        "InternLM/InternLM#405",
+        ("activations", "loss"),
+        (_masks_of_the_first_rank, _attentions),
+        "dropout",
+    ),
+    _fault(
+        "uneven_chunk_truncated",
+        "a rank whose chunk of the channels is larger than the smallest loses the rest of it",
+        "huggingface/transformers#37051",
+        ("activations", "loss"),
+        (_chunk_truncated, _uneven_rows),
     ),
 )
