@@ -382,9 +382,9 @@ CATALOGUE = (
     CodeEntry(
         "E228",
         "a key that is not built together with plan.tp",
-        "Under tensor parallelism a rank holds parts of matrices. Checkpoints, recomputation, Muon, parameter servers "
-        "and loops of your own do not know such parts yet.",
-        "Leave the other key out, or set plan.tp = 1.",
+        "Under tensor parallelism a rank holds parts of matrices. Parameter servers, and optimizers of your own that "
+        "look at whole matrices, do not know such parts.",
+        "Leave the other key out or take an elementwise optimizer, or set plan.tp = 1.",
     ),
     CodeEntry(
         "E229",

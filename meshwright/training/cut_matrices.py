@@ -109,7 +109,7 @@ def cut_matrices(engine: ShardingEngine) -> CutMatrices | None:
     layout, group = engine.tensor_layout, engine.groups.model
     if layout is None or group is None:
         return None
-    found = {
+    found: dict[Tensor, Cut] = {
         shard.parameter: layout.cuts[shard.name]
         for shard in engine.shards
         if shard.is_hidden and shard.name in layout.cuts

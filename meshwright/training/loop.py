@@ -34,13 +34,13 @@ from meshwright.training.asynchronous import AsynchronousRun, alone_state
 from meshwright.training.checkpoints import Checkpoints, Resumed, resume_lines
 from meshwright.training.config import RunConfig
 from meshwright.training.console import Console
+from meshwright.training.cut_matrices import cut_matrices
 from meshwright.training.determinism import prepare
 from meshwright.training.device import choose_device
 from meshwright.training.extent import learning_rate_of, total_steps_of
 from meshwright.training.facts import run_facts
 from meshwright.training.flops import Peak, device_peak
 from meshwright.training.heldout import HeldOut
-from meshwright.training.cut_matrices import cut_matrices
 from meshwright.training.layouts import Example
 from meshwright.training.ledger import recompute_share, usable_bytes
 from meshwright.training.loss_scale import LossScale

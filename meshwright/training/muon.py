@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
         cut: matrices of which `matrices` has this rank's parts; None: it has them whole.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - torch optimizers take their numbers one by one
         self,
         matrices: Sequence[dict[str, Any]],
         rest: Sequence[dict[str, Any]],
