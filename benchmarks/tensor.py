@@ -30,6 +30,7 @@ from meshwright.comm.transports.base import Work
 from meshwright.comm.watchdog import Watchdog
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.training.assemble import shard_model
+from meshwright.training.layouts import Example
 from meshwright.training.metrics import MetricsWriter, StepRecord
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.state import TrainState
@@ -41,6 +42,7 @@ NAMES = [
     "dtensor vocabulary",
     "meshwright tp",
     "meshwright tp shm",
+    "meshwright tp derived shm",
     "meshwright tp limit",
     "dtensor sp",
     "meshwright sp",
@@ -62,7 +64,12 @@ class Own(Nothing):
 
 def ours(workload: Workload, rank: int, size: int, words: list[str]) -> Step:
     transport = next((word for word in words if word in ("gloo", "shm")), "gloo")
-    request = PlanRequest(tp=size, sequence_parallel="sp" in words, transport=transport)
+    request = PlanRequest(
+        tp=size,
+        sequence_parallel="sp" in words,
+        transport=transport,
+        layout=(("*", "derived"),) if "derived" in words else (),
+    )
     plan = make_plan(request, world_size=size, global_batch=workload.samples)
     folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
     log = CommLog(rank, size, ring_path(folder / "events", rank))
@@ -72,11 +79,19 @@ def ours(workload: Workload, rank: int, size: int, words: list[str]) -> Step:
     if "limit" in words:
         assert groups.model is not None
         groups = replace(groups, model=replace(groups.model, transport=Own(size)))
+    batch = workload.batch(0)
+    samples = [{key: value[number] for key, value in batch.items()} for number in range(workload.samples)]
     engine = shard_model(
-        workload.model(), plan, groups, device=torch.device("cpu"), initialiser=None, dropout="stateless"
+        workload.model(),
+        plan,
+        groups,
+        device=torch.device("cpu"),
+        initialiser=None,
+        dropout="stateless",
+        example=Example(loss_of(workload), samples, workload.samples, plan.precision),
     )
     state = TrainState(engine, ShardedOptimizer(OptimizerSpec("adamw", **HYPER), engine.shards))
-    batch, loss, writer = workload.batch(0), loss_of(workload), MetricsWriter(folder, tensorboard=False)
+    loss, writer = loss_of(workload), MetricsWriter(folder, tensorboard=False)
 
     def step() -> float:
         result = train_step(
