@@ -92,7 +92,8 @@ def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named:
     maker = plan.maker
     heads = split_heads(num_heads, num_kv, plan.group.size, where=parent)
     maker.note_uneven(heads.query, f"{num_heads} heads of {parent.rpartition('.')[2]}")
-    maker.runs_on(heads.query)
+    for sizes in (heads.query, *([] if heads.kv is None else [heads.kv])):
+        maker.runs_on(sizes)
     if heads.kv is not None:
         maker.runs_on(heads.kv)
     widths = tuple(n * head_dim for n in heads.query)
