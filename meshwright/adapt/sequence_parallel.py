@@ -148,7 +148,7 @@ def plan_tokens(
     for unit in units:
         if any(parent == unit or parent.startswith(f"{unit}.") for parent in paired):
             chains.setdefault(unit.rpartition(".")[0], []).append(unit)
-    outside = [p for p in paired if not any(p == unit or p.startswith(f"{unit}.") for unit in units)]
+    outside = [p for p in sorted(paired) if not any(p == unit or p.startswith(f"{unit}.") for unit in units)]
     naive = [n for n, role in roles.items() if role in ("gathered", "summed") and _inside(n, units)]
     if len(chains) != 1 or outside or naive:
         found = ", ".join([*sorted(chains), *outside, *naive][:4]) or "none"
