@@ -20,7 +20,8 @@ from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
 from meshwright.partitioning.blocks_file import read_blocks
 from meshwright.partitioning.chain import Chain, shares_of
-from meshwright.partitioning.draw import as_svg, as_text
+from meshwright.partitioning.draw import Pane, as_svg, as_text, stages_pane
+from meshwright.partitioning.draw_model import graph_pane, steps_pane
 from meshwright.partitioning.graph_costs import GraphCosts, Roofline
 from meshwright.partitioning.model_plan import ModelPlan, plan_model, plan_model_rannc
 from meshwright.partitioning.partition import Mode, Partition, partition_chain
@@ -52,7 +53,9 @@ def partition(  # noqa: PLR0913 - each is an option of the command
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step (models).")] = 64,
     sequence: Annotated[int, typer.Option(min=1, help="Positions (models).")] = 128,
     machine: Annotated[str, typer.Option(help="A machine preset (models).")] = "a100-80",
-    out: Annotated[Path | None, typer.Option(help="Write the picture as SVG here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the pictures as SVG here: graph, blocks, stages.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Cut a model into balanced stages with replicas; the answer says how far from the best it can be at most."""
@@ -68,6 +71,7 @@ def partition(  # noqa: PLR0913 - each is an option of the command
     )
     mode = cast(Mode, "exact" if compat is None else _one_of("--compat", compat, ("rannc",)))
     model: ModelPlan | None = None
+    panes: list[Pane] = []
     raw = _blocks_text(source)
     if raw is not None:
         chain = read_blocks(raw, where=source)
@@ -87,9 +91,10 @@ def partition(  # noqa: PLR0913 - each is an option of the command
         )
         found = model.partition
         labels = tuple(costs.label(members) for members in model.levels[-1].blocks)
+        panes = [graph_pane(costs), steps_pane(costs, model)]
     facts = {**_facts(found, model), "seconds": time.perf_counter() - started}
     if out is not None:
-        out.write_text(as_svg(found, labels), encoding="utf-8")
+        out.write_text(as_svg(*panes, stages_pane(found, labels)), encoding="utf-8")
     if json_output:
         print_json({**facts, "out": None if out is None else str(out)})
     else:

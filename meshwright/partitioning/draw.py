@@ -6,6 +6,7 @@ Owns the tables and the picture. Knows nothing of where pictures go.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from meshwright.partitioning.partition import Partition, Stage
@@ -47,38 +48,70 @@ def summary(found: Partition) -> str:
     )
 
 
-def as_svg(found: Partition, labels: Sequence[str]) -> str:
+@dataclass(frozen=True)
+class Pane:
+    """A picture that may stand beside others; pixels.
+
+    Attributes:
+        width: with margins.
+        height: with margins.
+        shapes: elements of SVG.
+    """
+
+    width: int
+    height: int
+    shapes: tuple[str, ...]
+
+
+def as_svg(*panes: Pane) -> str:
+    """Pictures side by side."""
+    width, height = sum(pane.width for pane in panes), max(pane.height for pane in panes)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    left = 0
+    for pane in panes:
+        lines += [f'<g transform="translate({left} 0)">', *pane.shapes, "</g>"]
+        left += pane.width
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def stages_pane(found: Partition, labels: Sequence[str]) -> Pane:
     """Blocks on the left, grouped by stage; bars of forward and backward on the right, a line at the mean."""
     height = _TOP + _ROW * len(found.stages) + 24
     work = [_seconds(stage) for stage in found.stages]
-    longest = max(work) or 1.0
-    scale = (_WIDTH - _BARS - 190) / longest
+    scale = (_WIDTH - _BARS - 190) / (max(work) or 1.0)
     mean = sum(t * s.devices for t, s in zip(work, found.stages, strict=True))
     mean /= sum(stage.devices for stage in found.stages)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-        f'height="{height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+    shapes = [
         f'<text x="8" y="22" font-size="14">{escape(summary(found))}</text>',
         f'<text x="8" y="{_TOP - 14}">blocks</text><text x="{_BARS}" y="{_TOP - 14}">forward and backward of a '
         "device; dashed: mean</text>",
     ]
     for number, stage in enumerate(found.stages):
         top = _TOP + _ROW * number
-        parts += _blocks(stage, top)
-        forward = stage.forward_seconds * scale
-        parts += [
+        shapes += [
+            *_blocks(stage, top),
             f'<text x="8" y="{top + 34}" fill="#64748b">{escape(_names(labels, stage))}</text>',
             f'<text x="{_BARS - 110}" y="{top + 18}">stage {number} x {stage.devices}</text>',
-            f'<rect x="{_BARS}" y="{top + 4}" width="{forward:.1f}" height="20" fill="{_FORWARD}"/>',
-            f'<rect x="{_BARS + forward:.1f}" y="{top + 4}" width="{stage.backward_seconds * scale:.1f}" height="20" '
-            f'fill="{_BACKWARD}"/>',
-            f'<text x="{_BARS + _seconds(stage) * scale + 6:.1f}" y="{top + 18}">{_seconds(stage):.4g} s, '
-            f"{stage.memory_bytes / 2**30:.3g} GiB</text>",
+            *_bars(stage, top, scale),
         ]
     x = _BARS + mean * scale
-    parts.append(f'<path d="M{x:.1f} {_TOP} V{height - 24}" stroke="#0f172a" stroke-dasharray="4 3"/>')
-    return "\n".join([*parts, "</svg>", ""])
+    shapes.append(f'<path d="M{x:.1f} {_TOP} V{height - 24}" stroke="#0f172a" stroke-dasharray="4 3"/>')
+    return Pane(_WIDTH, height, tuple(shapes))
+
+
+def _bars(stage: Stage, top: int, scale: float) -> list[str]:
+    forward, both = stage.forward_seconds * scale, _seconds(stage) * scale
+    return [
+        f'<rect x="{_BARS}" y="{top + 4}" width="{forward:.1f}" height="20" fill="{_FORWARD}"/>',
+        f'<rect x="{_BARS + forward:.1f}" y="{top + 4}" width="{both - forward:.1f}" height="20" '
+        f'fill="{_BACKWARD}"/>',
+        f'<text x="{_BARS + both + 6:.1f}" y="{top + 18}">{_seconds(stage):.4g} s, '
+        f"{stage.memory_bytes / 2**30:.3g} GiB</text>",
+    ]
 
 
 def _blocks(stage: Stage, top: int) -> list[str]:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from meshwright.errors import PlanError
 from meshwright.graph.formula import Formula, total
-from meshwright.graph.task_graph import TaskGraph
+from meshwright.graph.task_graph import Task, TaskGraph
 from meshwright.partitioning.atomic import Atomic, Sent, atomic_parts
 from meshwright.partitioning.chain import Block, Carried, Chain, Tie
 from meshwright.partitioning.levels import Level, single_parts
@@ -148,26 +148,36 @@ class GraphCosts:
         return (self.graph.batch, self._sequence), samples / self.graph.batch
 
     def _roofline_costs(self, samples: int) -> PartCosts:
-        at, scale = self._sizes(samples)
-        start = self._roofline.task_seconds
-        forward: list[float] = []
-        backward: list[float] = []
-        kept: list[float] = []
-        kept_of = self._kept
+        of_kind = [self._task_costs(task, kept, samples) for task, kept in self._kinds[0]]
+        rows = []
         for part in self.atomic.parts:
-            sums = [0.0, 0.0, 0.0]
-            for number in (*part.constants, part.task):
-                task = self.graph.tasks[number]
-                moved = (task.read_bytes(*at) + task.written_bytes(*at)) * scale
-                sums[0] += max(self._products(task.flops(*at) * scale), self._bytes(moved)) + start
-                if not task.is_detached:
-                    sums[1] += (
-                        max(self._products(task.backward_flops(*at) * scale), self._bytes(2 * moved)) + start
-                    )
-                sums[2] += kept_of[number](*at) * scale
-            for seconds, line in zip(sums, (forward, backward, kept), strict=True):
-                line.append(seconds)
-        return PartCosts(tuple(forward), tuple(backward), tuple(kept))
+            tasks = [of_kind[self._kinds[1][number]] for number in (*part.constants, part.task)]
+            rows.append(tuple(map(sum, zip(*tasks, strict=True))))
+        forward, backward, kept = zip(*rows, strict=True)
+        return PartCosts(forward, backward, kept)
+
+    def _task_costs(self, task: Task, kept: Formula, samples: int) -> tuple[float, float, float]:
+        """Seconds of forward and backward, bytes kept."""
+        at, scale = self._sizes(samples)
+        start, moved = self._roofline.task_seconds, (task.read_bytes(*at) + task.written_bytes(*at)) * scale
+        forward = max(self._products(task.flops(*at) * scale), self._bytes(moved)) + start
+        backward = 0.0
+        if not task.is_detached:
+            backward = max(self._products(task.backward_flops(*at) * scale), self._bytes(2 * moved)) + start
+        return forward, backward, kept(*at) * scale
+
+    @cached_property
+    def _kinds(self) -> tuple[list[tuple[Task, Formula]], list[int]]:
+        """One task of each kind, with what it keeps, and the kind of each task: repeated layers are priced once."""
+        numbers: dict[tuple[Formula | bool, ...], int] = {}
+        examples, kind_of = [], []
+        for task, kept in zip(self.graph.tasks, self._kept, strict=True):
+            costs = (task.flops, task.backward_flops, task.read_bytes, task.written_bytes)
+            key = (*costs, kept, task.is_detached)
+            if key not in numbers:
+                examples.append((task, kept))
+            kind_of.append(numbers.setdefault(key, len(numbers)))
+        return examples, kind_of
 
     @cached_property
     def _kept(self) -> tuple[Formula, ...]:
@@ -190,22 +200,27 @@ class GraphCosts:
 
     def _params(self, level: Level) -> tuple[list[float], tuple[Tie, ...]]:
         """Bytes of the weights of each block alone, and those that several blocks read."""
+        own, ties = [0.0] * len(level.blocks), []
+        for name, size, parts in self._weights:
+            blocks = sorted({level.block_of[part] for part in parts})
+            if len(blocks) == 1:
+                own[blocks[0]] += size
+            else:
+                ties.append(Tie(tuple(blocks), size, name))
+        return own, tuple(ties)
+
+    @cached_property
+    def _weights(self) -> tuple[tuple[str, float, tuple[int, ...]], ...]:
+        """Name, bytes and reading parts of each storage of parameters."""
         readers: dict[str, set[int]] = {}
         for number, part in enumerate(self.atomic.parts):
             for task in (*part.constants, part.task):
                 for name in self.graph.tasks[task].inputs:
                     value = self.graph.value[name]
                     if value.kind == "parameter":
-                        readers.setdefault(value.storage or name, set()).add(level.block_of[number])
-        own, ties = [0.0] * len(level.blocks), []
-        for storage, blocks in readers.items():
-            value = self.graph.value[storage]
-            size = float(value.bytes(0, 0))
-            if len(blocks) == 1:
-                own[min(blocks)] += size
-            else:
-                ties.append(Tie(tuple(sorted(blocks)), size, value.path or storage))
-        return own, tuple(ties)
+                        readers.setdefault(value.storage or name, set()).add(number)
+        roots = ((self.graph.value[storage], parts) for storage, parts in readers.items())
+        return tuple((v.path or v.name, float(v.bytes(0, 0)), tuple(sorted(parts))) for v, parts in roots)
 
 
 def contiguous(starts: tuple[int, ...], num_parts: int) -> tuple[tuple[int, ...], ...]:

@@ -45,7 +45,8 @@ class ModelPlan:
     Attributes:
         partition: stages over blocks.
         stages: the same over tasks.
-        levels: blocks of parts after each step of phase 2; the last ones are cut into stages.
+        steps: of phase 2, by name.
+        levels: blocks of parts after each step; the last ones are cut into stages.
         num_atomic: parts of phase 1.
         batch: samples of a step.
         copies: pipelines beside each other; ranks are of the first.
@@ -55,6 +56,7 @@ class ModelPlan:
 
     partition: Partition
     stages: tuple[ModelStage, ...]
+    steps: tuple[str, ...]
     levels: tuple[Level, ...]
     num_atomic: int
     batch: int
@@ -99,6 +101,7 @@ def plan_model(
     return ModelPlan(
         found,
         stages_of(costs, level, found),
+        ("cheapest cuts",),
         (level,),
         len(costs.atomic.parts),
         batch,
@@ -118,7 +121,16 @@ def plan_model_rannc(
         lambda count: costs.chain(levels[-1], count), problem, batch=batch, nodes=nodes
     )
     stages = stages_of(costs, levels[-1], found)
-    return ModelPlan(found, stages, levels, len(costs.atomic.parts), batch, copies)
+    merges = tuple(f"coarsening {number}" for number in range(1, len(levels) - 2))
+    return ModelPlan(
+        found,
+        stages,
+        (*merges, "uncoarsening", "compaction"),
+        levels[1:],
+        len(costs.atomic.parts),
+        batch,
+        copies,
+    )
 
 
 def blocks_by_cuts(costs: GraphCosts, most_blocks: int) -> Level:
@@ -136,7 +148,7 @@ def blocks_by_cuts(costs: GraphCosts, most_blocks: int) -> Level:
 
 
 def blocks_by_rannc(costs: GraphCosts, samples: int, group: Group, most_blocks: int) -> tuple[Level, ...]:
-    """Levels of coarsening, then of uncoarsening, then of compaction."""
+    """Single parts, then levels of coarsening, of uncoarsening and of compaction."""
     parts = costs.parts(samples)
     # microseconds, as sigma is a whole number there
     seconds = [(f + b) * 1e6 for f, b in zip(parts.forward, parts.backward, strict=True)]

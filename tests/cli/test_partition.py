@@ -69,6 +69,13 @@ def test_a_model_in_stages(tmp_path):
     assert "token_embedding" in printed["modules"][0]
     bars = [node for node in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}rect")]
     assert len(bars) >= 2 * len(printed["stages"])
+    assert len(list(ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}g"))) == 3
+    text = picture.read_text()
+    # a repeated block once, constants dashed beside their parts, borders of as many blocks as there are
+    assert "4 times, parts of the first" in text
+    assert "arange, embedding, weight" in text
+    assert text.count(">scaled_dot_product_attention<") == 1  # of four layers
+    assert f"cheapest cuts: {printed['blocks']}" in text
 
 
 @pytest.mark.parity
