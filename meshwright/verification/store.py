@@ -83,6 +83,7 @@ def with_scales(recorded: Sequence[Recorded]) -> tuple[Recorded, ...]:
             module_norm=item.scale.norm if own_only else squares[module] ** 0.5,
             module_largest=largest[module],
             whole_norm=squares[whole] ** 0.5,
+            whole_largest=largest[whole],
         )
         filled.append(replace(item, scale=scale))
     return tuple(filled)

@@ -6,7 +6,8 @@ Two rules judge a tensor, and it must keep both:
   the norm of everything of its kind (a gradient that is mathematically zero holds nothing but rounding, and is judged
   by its module);
 * element: the largest difference of one element, relative to the tensor's largest magnitude, or to that of its module
-  times what mere reordering does there.
+  times what mere reordering does there, or to eps times the largest of everything of its kind (the second moment of a
+  gradient that is zero, in a module where nothing else has one).
 
 [Note: limits] In float64 the limits are 1e-12 and 1e-9, so one element off by 1e-8 of the largest magnitude of its
 tensor is always seen. Both are raised to `NOISE_FACTOR` times what reordering the samples and nudging the weights by a
@@ -52,6 +53,7 @@ class Scale:
     module_norm: float
     module_largest: float
     whole_norm: float
+    whole_largest: float = 0.0
 
     def norm_scale(self, eps: float) -> float:
         """What the norm of a difference is relative to; 0 only where everything is zero."""
@@ -142,7 +144,10 @@ class Tolerance:
 
     def largest_error(self, recorded: Recorded) -> float:
         """The largest allowed difference of one element, absolute."""
-        return max(self.element * recorded.scale.largest, self.module * recorded.scale.module_largest)
+        scale = recorded.scale
+        return max(
+            self.element * scale.largest, self.module * scale.module_largest, self.eps * scale.whole_largest
+        )
 
 
 @dataclass(frozen=True)

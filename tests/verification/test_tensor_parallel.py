@@ -182,7 +182,7 @@ def test_what_runs_again_makes_its_collectives_again_and_no_sum_twice(subject, p
             for case in [
                 ("gpt", "tp=3,zero=1,ownership=whole,bucket_bytes=4096 bytes", 6),
                 ("gpt", "tp=2,zero=3,ownership=whole,recompute=full", 4),
-                ("llama", "tp=4,zero=0", 8),
+                ("gpt", "tp=4,zero=1,ownership=whole", 8),
                 ("gpt", "tp=2,zero=1,ownership=whole,offload=optimizer", 4),
                 ("llama", "tp=4,zero=0,sequence_parallel=true", 4),
                 ("hf", "tp=2,zero=2,ownership=whole,hsdp=1", 4),
