@@ -244,8 +244,7 @@ def run_job(job: VerifyJob, *, model: str, resume: bool = True) -> VerifyResult:
         )
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
-    has_checkpoints = job.plan.mesh.size("pp") == 1
-    handover = Handover(folder / "checkpoint", job.steps - 1) if resume and has_checkpoints else None
+    handover = Handover(folder / "checkpoint", job.steps - 1) if resume else None
     try:
         target = partial(_reference, cloudpickle.dumps(job), folder / _TENSORS)
         reference: Reference = run_local(target, processes=1, run_dir=folder / "reference")[0]

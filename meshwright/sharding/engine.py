@@ -88,6 +88,23 @@ class ShardParameter:
     is_hidden: bool = False
 
 
+@dataclass(frozen=True)
+class WholeModel:
+    """The model of which an engine has some modules only.
+
+    Attributes:
+        parameters: name to shape, of a rank that has all modules.
+        buffers: the same of persistent buffers.
+        trained: names of trained parameters.
+        aliases: further names of tied parameters to their first.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+    trained: frozenset[str]
+    aliases: Mapping[str, str]
+
+
 class ShardingEngine:
     """Shards `model` over `groups` by `policy`; the model is changed in place and its class is not.
 
@@ -158,8 +175,9 @@ class ShardingEngine:
         self.compute_dtype = compute_dtype
         self._offloads = offload
         self._used: set[str] = set()
-        # Parameters whose squares a rank with another part of the model counts.
+        # Tensors that a rank with another part of the model counts and writes, and what the whole model has.
         self.counted_elsewhere: frozenset[str] = frozenset()
+        self.whole: WholeModel | None = None
         self._last = True
         self._in_backward = False
         self._next_bucket = 0

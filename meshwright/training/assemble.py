@@ -24,6 +24,7 @@ from meshwright.sharding.engine import ShardingEngine
 from meshwright.sharding.memory import Initialiser
 from meshwright.training.layouts import Example, deriver
 from meshwright.training.precision import COMPUTE_DTYPES
+from meshwright.training.saving import whole_model
 from meshwright.training.stages import Pipeline
 from meshwright.training.task import check_same_model
 
@@ -67,6 +68,7 @@ def shard_model(  # noqa: PLR0913 - where all parts of a run meet
         check_model(model, groups.context.size)
         context_hf.install(model)
     layout = None
+    whole = None if pipeline is None else whole_model(model)
     if groups.tensor is not None:
         derive = None if example is None else deriver(model, example)
         layout, initialiser = split_model(
@@ -91,6 +93,7 @@ def shard_model(  # noqa: PLR0913 - where all parts of a run meet
         tensor_layout=layout,
         apart=apart,
     )
+    engine.whole = whole
     registry.install(
         model,
         engine,

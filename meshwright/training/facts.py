@@ -8,7 +8,7 @@ from meshwright.checkpoint.manifest import RunFacts
 from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.plan import TrainPlan
 from meshwright.training.config import RunConfig, values_of
-from meshwright.training.saving import aliases, state_numbers
+from meshwright.training.saving import aliases_of, state_numbers
 from meshwright.training.state import TrainState
 from meshwright.training.task import model_numbers
 
@@ -52,5 +52,5 @@ def run_facts(config: RunConfig, plan: TrainPlan, state: TrainState, geometry: B
         plan=json.loads(plan.to_json()),
         config=learned,
         numbers=model_numbers(config),
-        aliases=aliases(state.engine.model),
+        aliases=aliases_of(state.engine),
     )

@@ -24,7 +24,7 @@ from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
-from meshwright.errors import NumericsError, PlanError
+from meshwright.errors import NumericsError
 from meshwright.layout.tensor_layout import CutRegion
 from meshwright.pipeline.executor import PipelineExecutor
 from meshwright.training import header
@@ -334,11 +334,6 @@ class Run:
 
     def _resume(self, request: ResumeFrom) -> None:
         config = self.config
-        if self.executor is not None:
-            raise PlanError(
-                "E265",
-                f"--resume with plan.pp = {self.plan.mesh.size('pp')} is not built. Start anew, or set plan.pp=1.",
-            )
         self.resumed = self.checkpoints.resume(
             request, optimizer=config.train.optimizer.name, numbers=model_numbers(config)
         )

@@ -60,12 +60,6 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
     )
     if plan.staleness is not None:
         _check_asynchronous(config)
-    if config.plan.pp > 1 and config.save.every is not None:
-        raise PlanError(
-            "E265",
-            f"save.every = {config.save.every} with plan.pp = {config.plan.pp} is not built. Leave it out, or set "
-            f"plan.pp=1.",
-        )
     if config.plan.tp > 1:
         _check_tensor_parallel(config)
     if config.plan.cp > 1:

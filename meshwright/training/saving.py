@@ -24,7 +24,7 @@ from meshwright.comm.ops import DataGroups
 from meshwright.errors import CheckpointError
 from meshwright.layout.stripes import Run
 from meshwright.layout.tensor_layout import TensorLayout
-from meshwright.sharding.engine import ShardingEngine, ShardParameter
+from meshwright.sharding.engine import ShardingEngine, ShardParameter, WholeModel
 from meshwright.training.state import TrainState
 
 
@@ -57,7 +57,7 @@ def items_to_save(state: TrainState, groups: DataGroups | None = None) -> list[I
     """
     engine, layout = state.engine, state.engine.tensor_layout
     items = []
-    held = [owned for owned in _sharded(engine, _shards(state, groups)) if _writes(layout, owned)]
+    held = [owned for owned in _sharded(engine, _shards(state, groups)) if _writes(engine, owned)]
     for owned, first, last in _share(held, *engine.replica):
         items += _items(layout, owned, first, last)
         if owned.shard is not None:
@@ -65,19 +65,29 @@ def items_to_save(state: TrainState, groups: DataGroups | None = None) -> list[I
             items += _state_items(layout, owned.shard, found, first, last)
     groups = groups or engine.groups
     if not groups.is_server:  # its buffers saw no sample
-        held = [owned for owned in _replicated(engine) if _writes(layout, owned)]
+        held = [owned for owned in _replicated(engine) if _writes(engine, owned)]
         for part in _share(held, groups.workers.index, groups.workers.size):
             items += _items(layout, *part)
     return items + _generator_items(engine)
 
 
-def _writes(layout: TensorLayout | None, owned: Owned) -> bool:
+def _writes(engine: ShardingEngine, owned: Owned) -> bool:
     """Whether this rank of those that hold parts of one copy writes a tensor."""
-    return layout is None or layout.counts(owned.name)
+    return _counts(engine, owned.name)
+
+
+def _counts(engine: ShardingEngine, name: str) -> bool:
+    layout = engine.tensor_layout
+    return (layout is None or layout.counts(name)) and name not in engine.counted_elsewhere
 
 
 def expected_tensors(engine: ShardingEngine) -> list[tuple[Kind, str, tuple[int, ...]]]:
-    """Kind, name and shape of every parameter and persistent buffer of the model."""
+    """Kind, name and shape of every parameter and persistent buffer of the model, of all its stages."""
+    if engine.whole is not None:
+        found: list[tuple[Kind, str, tuple[int, ...]]] = [
+            ("parameter", name, shape) for name, shape in engine.whole.parameters.items()
+        ]
+        return found + [("buffer", name, shape) for name, shape in engine.whole.buffers.items()]
     wanted: list[tuple[Kind, str, tuple[int, ...]]] = [
         ("parameter", name, _whole_shape(engine.tensor_layout, name, tuple(parameter.shape)))
         for name, parameter in engine.model.named_parameters()
@@ -88,6 +98,21 @@ def expected_tensors(engine: ShardingEngine) -> list[tuple[Kind, str, tuple[int,
 def whole_shapes(engine: ShardingEngine) -> dict[str, tuple[int, ...]]:
     """Shape of every whole parameter and persistent buffer, by name."""
     return {name: shape for _, name, shape in expected_tensors(engine)}
+
+
+def whole_model(model: nn.Module) -> WholeModel:
+    """What a model has before it is cut over ranks of a pipeline; not over tp yet either."""
+    return WholeModel(
+        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        {name: tuple(buffer.shape) for name, buffer in _buffers(model)},
+        frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
+        aliases(model),
+    )
+
+
+def aliases_of(engine: ShardingEngine) -> dict[str, str]:
+    """As `aliases`, of all stages."""
+    return aliases(engine.model) if engine.whole is None else dict(engine.whole.aliases)
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
@@ -239,7 +264,7 @@ def load_items(state: TrainState, reader: CheckpointReader, groups: DataGroups |
     Raises:
         CheckpointError: E502 for a damaged file, E505 for optimizer state that nobody takes.
     """
-    engine, layout = state.engine, state.engine.tensor_layout
+    engine = state.engine
     _check_optimizer(state, reader)
     with torch.no_grad():
         for owned in owned_pieces(engine):
@@ -247,7 +272,7 @@ def load_items(state: TrainState, reader: CheckpointReader, groups: DataGroups |
         count = 0
         for shard in _shards(state, groups):
             loaded = _load_state(state, shard, reader)
-            count += loaded if layout is None or layout.counts(shard.name) else 0
+            count += loaded if _counts(engine, shard.name) else 0
         engine.publish_masters()
     numbers = torch.tensor([float(count)], dtype=torch.float64, device=engine.device)
     ops.all_reduce(numbers, (groups or engine.groups).everyone, cause="count optimizer state").wait()
@@ -280,6 +305,8 @@ def _check_optimizer(state: TrainState, reader: CheckpointReader) -> None:
         if memory.bucket.trainable
         for name in (spec.name for spec in memory.bucket.parameters)
     }
+    if state.engine.whole is not None:
+        trained = set(state.engine.whole.trained)
     lost = [name for name in reader.manifest.optimizer if name not in trained]
     if lost:
         raise CheckpointError(

@@ -7,7 +7,7 @@ from meshwright.checkpoint.manifest import RunFacts
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.writer import Place, Writer
 from meshwright.training.saving import (
-    aliases,
+    aliases_of,
     expected_tensors,
     items_to_save,
     load_generators,
@@ -28,7 +28,7 @@ def save_rank(rank: CandidateRank, handover: Handover) -> None:
         expected=expected_tensors(rank.engine),
         progress=lambda: group.log.progress("checkpoint"),
     )
-    run = RunFacts(state.step, state.tokens, state=state_numbers(state), aliases=aliases(rank.engine.model))
+    run = RunFacts(state.step, state.tokens, state=state_numbers(state), aliases=aliases_of(rank.engine))
     writer.save(items_to_save(state), run)
     writer.finish()
 

@@ -31,9 +31,13 @@ def resumed_job(job: VerifyJob) -> VerifyJob:
     ownership: Ownership = "whole" if optimizer == "muon" else "flat"
     policy = find_policy(name, bucket_bytes=plan.policy.bucket_bytes, ownership=ownership)
     tp = max(1, plan.mesh.size("tp") - 1)  # fewer are legal wherever more are
+    pp = max(1, plan.mesh.size("pp") - 1)
     changed: TrainPlan = replace(
         plan,
-        mesh=MeshSpec.of(dp_shard=other, tp=tp),
+        mesh=MeshSpec.of(pp=pp, dp_shard=other, tp=tp),
+        schedule="1f1b" if pp > 1 else "serial",
+        chunks=1,
+        stages=(),
         policy=policy,
         micro_batch=-(-samples // other),
         sequence_parallel=plan.sequence_parallel and tp > 1,

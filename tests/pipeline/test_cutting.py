@@ -13,8 +13,6 @@ from meshwright.pipeline.cut import Cut, balanced_cut, make_stages, named_cut, u
 from meshwright.pipeline.prune import holders_of, prune
 from meshwright.pipeline.record import Twin
 from meshwright.pipeline.stage import Holder, StageRun
-from meshwright.training.config import load_config
-from meshwright.training.planning import plan_of
 from tests.pipeline.models import EncoderDecoder, Images, Pairs, UNet, pair_loss, pixel_loss
 from tests.verification.models import Tokens
 
@@ -227,9 +225,3 @@ def test_a_module_whose_result_is_another_than_foreseen():
         PlanError, match=r"E266.*module '0' returned \(4, 6\) of torch.float32 instead of \(2, 6\)"
     ):
         StageRun(tape, stage, {0: torch.randn(2, 6)}, {}).forward(Holder(model))
-
-
-def test_checkpoints_are_refused():
-    config = load_config(None, ["plan.pp=2", "plan.processes=2", "save.every=2 steps"]).config
-    with pytest.raises(PlanError, match=r"E265 save.every = 2 steps with plan.pp = 2 is not built"):
-        plan_of(config, world_size=2)
