@@ -139,9 +139,9 @@ class PipelineExecutor:
         return frozenset(self._twin.opened)
 
     @property
-    def num_stages_here(self) -> int:
-        """Stages that this rank has."""
-        return len({a.stage for a in self._program if a.op == "F"})
+    def num_backwards(self) -> int:
+        """Backwards of a step on this rank, one for each of its stages and micro-batches there."""
+        return sum(a.op in ("B", "I") for a in self._program)
 
     @property
     def num_messages(self) -> dict[tuple[str, str], int]:

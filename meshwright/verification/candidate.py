@@ -536,13 +536,13 @@ class _Candidate:
         copies = engine.groups.replicate
         between = copies_calls(engine.units, num_copies=copies.size if engine.policy.shards_optimizer else 1)
         declared = []
-        num_passes = 1 if self._executor is None else self._executor.num_stages_here
+        num_passes = per_step if self._executor is None else self._executor.num_backwards
         for first in range(0, len(uses), per_step):
             part = slice(first, first + per_step)
             if by_use:
                 calls = sum(units[part], Counter[str]())
             else:
-                calls = declared_calls(engine.policy, engine.units, num_microbatches=per_step * num_passes)
+                calls = declared_calls(engine.policy, engine.units, num_microbatches=num_passes)
             named = Counter({_call_name(op, engine.owners.axis): count for op, count in calls.items()})
             for op, count in between.items():
                 named[_call_name(op, copies.axis)] += count
