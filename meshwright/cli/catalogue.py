@@ -584,6 +584,13 @@ CATALOGUE = (
         "Capture the model with the loss that reads the batch.",
     ),
     CodeEntry(
+        "E275",
+        "a graph whose blocks cannot be measured",
+        "Measured costs come from running each different block alone on random tensors. A graph from a file cannot be "
+        "run, and some kernels refuse values that no real run would give them.",
+        "Leave out --costs measured: the roofline then prices the block.",
+    ),
+    CodeEntry(
         "E280",
         "degrees that do not fill the cluster",
         "dp x tp x pp x cp is the number of devices of the cluster that is priced.",

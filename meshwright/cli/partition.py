@@ -18,11 +18,12 @@ import typer
 
 from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
+from meshwright.graph.task_graph import TaskGraph
 from meshwright.partitioning.blocks_file import read_blocks
 from meshwright.partitioning.chain import Chain, shares_of
 from meshwright.partitioning.draw import Pane, as_svg, as_text, stages_pane
 from meshwright.partitioning.draw_model import graph_pane, steps_pane
-from meshwright.partitioning.graph_costs import GraphCosts, Roofline
+from meshwright.partitioning.graph_costs import GraphCosts, Measured, Roofline
 from meshwright.partitioning.model_plan import ModelPlan, plan_model, plan_model_rannc
 from meshwright.partitioning.partition import Mode, Partition, partition_chain
 from meshwright.partitioning.stage_costs import OBJECTIVES, Group, Objective, Problem, Replicas
@@ -53,6 +54,7 @@ def partition(  # noqa: PLR0913 - each is an option of the command
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step (models).")] = 64,
     sequence: Annotated[int, typer.Option(min=1, help="Positions (models).")] = 128,
     machine: Annotated[str, typer.Option(help="A machine preset (models).")] = "a100-80",
+    costs: Annotated[str, typer.Option(help="roofline, or measured: of blocks, here (models).")] = "roofline",
     out: Annotated[
         Path | None, typer.Option(help="Write the pictures as SVG here: graph, blocks, stages.")
     ] = None,
@@ -70,10 +72,13 @@ def partition(  # noqa: PLR0913 - each is an option of the command
         recompute=recompute,
     )
     mode = cast(Mode, "exact" if compat is None else _one_of("--compat", compat, ("rannc",)))
+    is_measured = _one_of("--costs", costs, ("roofline", "measured")) == "measured"
     model: ModelPlan | None = None
     panes: list[Pane] = []
     raw = _blocks_text(source)
     if raw is not None:
+        if is_measured:
+            raise ConfigError("E109", "--costs measured is of models: a file of blocks has its own seconds")
         chain = read_blocks(raw, where=source)
         found = partition_chain(_with(rules, shares_of(chain, devices)), mode=mode)
         labels = tuple(block.name or f"block {number}" for number, block in enumerate(chain.blocks))
@@ -82,16 +87,19 @@ def partition(  # noqa: PLR0913 - each is an option of the command
             raise ConfigError(
                 "E109", f"--objective {objective}: models are planned by the seconds of a step, 1f1b"
             )
-        costs, rules = _of_model(source, (min(batch, 2), sequence), machine, rules, (memory, bandwidth))
+        graph = _graph(source, (min(batch, 2), sequence))
+        priced, rules = _of_model(
+            graph, sequence, machine, rules, (memory, bandwidth), is_measured=is_measured
+        )
         counts = () if microbatches is None else (microbatches,)
         model = (
-            plan_model(costs, rules, batch=batch, num_microbatches=counts)
+            plan_model(priced, rules, batch=batch, num_microbatches=counts)
             if mode == "exact"
-            else plan_model_rannc(costs, rules, batch=batch)
+            else plan_model_rannc(priced, rules, batch=batch)
         )
         found = model.partition
-        labels = tuple(costs.label(members) for members in model.levels[-1].blocks)
-        panes = [graph_pane(costs), steps_pane(costs, model)]
+        labels = tuple(priced.label(members) for members in model.levels[-1].blocks)
+        panes = [graph_pane(priced), steps_pane(priced, model)]
     facts = {**_facts(found, model), "seconds": time.perf_counter() - started}
     if out is not None:
         out.write_text(as_svg(*panes, stages_pane(found, labels)), encoding="utf-8")
@@ -135,18 +143,33 @@ def _with(rules: Problem, shares: Mapping[int, Chain]) -> Problem:
     return dataclasses.replace(rules, shares=shares)
 
 
+def _graph(source: str, sizes: tuple[int, int]) -> TaskGraph:
+    from meshwright.cli.draw_graph import read_graph
+
+    return read_graph(source, (max(2, sizes[0]), sizes[1]))
+
+
+def _measured(graph: TaskGraph, sequence: int) -> Measured:
+    from meshwright.cli.train import require_torch
+
+    require_torch()
+    from meshwright.capture.profile import measured_seconds
+    from meshwright.training.config import default_cache_dir
+
+    return measured_seconds(graph, default_cache_dir(), sequence=sequence)
+
+
 def _of_model(
-    source: str,
-    sizes: tuple[int, int],
+    graph: TaskGraph,
+    sequence: int,
     machine: str,
     rules: Problem,
     given: tuple[float | None, float | None],
+    *,
+    is_measured: bool,
 ) -> tuple[GraphCosts, Problem]:
-    """Costs by the machine's roofline, and the rules with its memory and its network."""
-    from meshwright.cli.draw_graph import read_graph
-
+    """Costs by the machine's roofline or measured, and the rules with its memory and its network."""
     device = find_machine(machine)
-    graph = read_graph(source, (max(2, sizes[0]), sizes[1]))
     types = {value.dtype for value in graph.values if value.kind == "parameter"}
     peak = device.flops.get({"bfloat16": "bf16", "float16": "fp16"}.get(min(types, default=""), "fp32"))
     peak = peak or max(device.flops.values())
@@ -158,10 +181,10 @@ def _of_model(
         given[0] or 0.9 * device.memory_bytes,
         given[1] or min(links, default=math.inf),
     )
-    sequence = sizes[1] if "sequence" in graph.free else 0
-    return GraphCosts(graph, roofline, sequence=sequence), dataclasses.replace(
-        rules, groups=(group,), resident=_STATES
-    )
+    sequence = sequence if "sequence" in graph.free else 0
+    measured = _measured(graph, sequence) if is_measured else None
+    priced = GraphCosts(graph, roofline, sequence=sequence, measured=measured)
+    return priced, dataclasses.replace(rules, groups=(group,), resident=_STATES)
 
 
 def _blocks_text(source: str) -> str | None:

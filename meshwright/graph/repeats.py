@@ -69,7 +69,7 @@ def _cut(graph: TaskGraph, codes: NDArray[np.int64], start: int, stop: int) -> I
     count = reach // period + 1
     first += _aligned(graph, first, reach - (count - 1) * period)
     yield from _cut(graph, codes, start, first)
-    digests = [_digest(graph, first + i * period, period) for i in range(count)]
+    digests = [digest_of(graph, first + i * period, period) for i in range(count)]
     at = first
     for _, same in itertools.groupby(digests):
         times = len(list(same))
@@ -105,7 +105,7 @@ def _aligned(graph: TaskGraph, first: int, slack: int) -> int:
 def _block(graph: TaskGraph, start: int, length: int, count: int) -> Block:
     places = {_numbered(task) for task in graph.tasks[start : start + length]} - {""}
     path = places.pop() if len(places) == 1 else ""
-    return Block(start, length, count, _digest(graph, start, length), path)
+    return Block(start, length, count, digest_of(graph, start, length), path)
 
 
 def _numbered(task: Task) -> str:
@@ -128,7 +128,7 @@ def _code(graph: TaskGraph, task: Task) -> Any:
     return op, anonymous(task.arguments), anonymous(task.keywords), inside, len(task.outputs), task.flops
 
 
-def _digest(graph: TaskGraph, start: int, length: int) -> str:
+def digest_of(graph: TaskGraph, start: int, length: int) -> str:
     """Hash of a stretch: codes, and which task's result each input is; what comes from outside is numbered by use."""
     outside: dict[str, int] = {}
     rows = []

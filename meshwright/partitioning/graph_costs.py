@@ -2,7 +2,7 @@
 
 Owns the way from a task graph to what the algorithms take. Must not know how blocks are chosen, nor torch.
 A task takes the longer of its products at peak and its bytes at memory bandwidth, and a fixed time to start. Backward
-has its own products and moves twice the bytes. Measured seconds of parts can stand in their place.
+has its own products and moves twice the bytes. Measured seconds of stretches of tasks can replace both.
 Simplifications: what autograd keeps is charged to the first task that keeps it; views of one storage that cross a cut
 count together, at most the whole storage.
 """
@@ -10,7 +10,7 @@ count together, at most the whole storage.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,8 +46,18 @@ class PartCosts:
     kept: tuple[float, ...]
 
 
-# (samples) -> costs of each part
-Measured = Callable[[int], PartCosts]
+@dataclass(frozen=True)
+class TaskSeconds:
+    """Measured seconds of the tasks first <= i < stop together, forward and backward."""
+
+    first: int
+    stop: int
+    forward: float
+    backward: float
+
+
+# (samples) -> seconds of stretches of tasks
+Measured = Callable[[int], Sequence[TaskSeconds]]
 
 
 class GraphCosts:
@@ -62,7 +72,7 @@ class GraphCosts:
             graph: captured, with costs.
             roofline: of the devices.
             sequence: positions; 0: as captured.
-            measured: costs of parts instead of the roofline's.
+            measured: seconds of stretches of tasks; the roofline then says how they lie within a stretch.
 
         Raises:
             PlanError: E273 for a graph that does not show how tensors travel, E274 for one that nothing depends on.
@@ -82,7 +92,8 @@ class GraphCosts:
     def parts(self, samples: int) -> PartCosts:
         """Costs of each part."""
         if samples not in self._made:
-            self._made[samples] = self._measured(samples) if self._measured else self._roofline_costs(samples)
+            priced = self._roofline_costs(samples)
+            self._made[samples] = self._scaled(priced, self._measured(samples)) if self._measured else priced
         return self._made[samples]
 
     @cached_property
@@ -155,6 +166,18 @@ class GraphCosts:
             rows.append(tuple(map(sum, zip(*tasks, strict=True))))
         forward, backward, kept = zip(*rows, strict=True)
         return PartCosts(forward, backward, kept)
+
+    def _scaled(self, priced: PartCosts, measured: Sequence[TaskSeconds]) -> PartCosts:
+        """Seconds of the parts of each stretch, so that they sum to what was measured."""
+        number_of = {part.task: number for number, part in enumerate(self.atomic.parts)}
+        forward, backward = list(priced.forward), list(priced.backward)
+        for stretch in measured:
+            members = [number_of[i] for i in range(stretch.first, stretch.stop) if i in number_of]
+            for line, seconds in ((forward, stretch.forward), (backward, stretch.backward)):
+                expected = sum(line[number] for number in members)
+                for number in members:
+                    line[number] *= seconds / expected if expected else 0.0
+        return PartCosts(tuple(forward), tuple(backward), priced.kept)
 
     def _task_costs(self, task: Task, kept: Formula, samples: int) -> tuple[float, float, float]:
         """Seconds of forward and backward, bytes kept."""

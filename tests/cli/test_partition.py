@@ -55,7 +55,7 @@ def test_edges_memory_and_bandwidth(write):
         assert json.loads(call(path, *options).stdout)["value"] == value
 
 
-def test_a_model_in_stages(tmp_path):
+def test_a_model_in_stages(tmp_path, monkeypatch):
     picture = tmp_path / "plan.svg"
     graph = tmp_path / "nano.json"
     CliRunner().invoke(app, ["draw", "--graph", "gpt-nano", "--out", str(graph)])
@@ -76,6 +76,11 @@ def test_a_model_in_stages(tmp_path):
     assert "arange, embedding, weight" in text
     assert text.count(">scaled_dot_product_attention<") == 1  # of four layers
     assert f"cheapest cuts: {printed['blocks']}" in text
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = json.loads(call(graph, *options, "--costs", "measured", "--json").stdout)
+    assert sum(stage["devices"] for stage in measured["stages"]) == 4
+    assert measured["value"] != printed["value"]
+    assert len(list(tmp_path.rglob("block-seconds/*.json"))) == 1
 
 
 @pytest.mark.parity
@@ -101,6 +106,8 @@ def test_text_has_a_bar_a_stage(write):
         (("--devices", 2, "--stages", "3..1"), "E109", "a number or a range of them"),
         (("--devices", 2, "--objective", "min"), "E109", "neither of maxf+maxb, maxfb, 1f1b"),
         (("--devices", 2, "--compat", "alpa"), "E109", "neither of rannc"),
+        (("--devices", 2, "--costs", "guessed"), "E109", "neither of roofline, measured"),
+        (("--devices", 2, "--costs", "measured"), "E109", "a file of blocks has its own seconds"),
     ],
 )
 def test_refused(write, options, code, text):
