@@ -3,7 +3,7 @@
 Owns what functions of torch do with such a tensor. A cross-entropy of class indices runs on the parts
 (`tensor/vocabulary.py`): no rank ever has all logits. Shapes and scalings that leave the vocabulary alone give such a
 tensor again. Everything else gathers the whole logits once, and goes on with them as a plain tensor: any loss computes
-what it does on one device, only some need the memory.
+what it does on one device, only some need the memory. A hook of its gradient gets this rank's part.
 """
 
 from __future__ import annotations
@@ -188,6 +188,11 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
                 Tensor.div,
                 Tensor.__mul__,
                 Tensor.mul,
+                Tensor.register_hook,
+                _property("grad_fn"),
+                _property("output_nr"),
+                _property("is_leaf"),
+                _property("_version"),
                 _property("dtype"),
                 _property("device"),
                 _property("ndim"),
