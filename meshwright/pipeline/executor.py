@@ -97,7 +97,8 @@ class PipelineExecutor:
 
     Attributes:
         randomness: dropout of a part of the model; None: left to torch.
-        scopes: what is entered around every pass besides.
+        scopes: what is entered around every pass besides, outside of dropout's.
+        inner_scopes: the same, inside.
         watch: what is entered around every forward of training.
         cut_batch: this rank's part of the sequences of a batch; None: it has them whole.
         shared: sums of gradients over ranks that hold the same parameters.
@@ -129,6 +130,7 @@ class PipelineExecutor:
         self._tapes: dict[object, tuple[Tape, list[Stage]]] = {}
         self.randomness: Randomness | None = None
         self.scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+        self.inner_scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
         self._declared: Counter[tuple[str, str]] = Counter()
         self.watch: Watch | None = None
         self.cut_batch: CutBatch | None = None
@@ -271,6 +273,8 @@ class PipelineExecutor:
             stack.enter_context(scope())
         if key in now.random:
             stack.enter_context(now.random[key](is_forward))
+        for scope in self.inner_scopes:  # sees calls before dropout does
+            stack.enter_context(scope())
 
     # Batches and tapes.
 
@@ -374,7 +378,7 @@ class PipelineExecutor:
                 values = self._relayed(tape, stage, before, number)
             run = StageRun(tape, stage, prepared.inputs, dict(values))
             with ExitStack() as stack:
-                for scope in self.scopes:
+                for scope in (*self.scopes, *self.inner_scopes):
                     stack.enter_context(scope())
                 stack.enter_context(prepared.scope())
                 run.forward(self._holder)

@@ -254,7 +254,7 @@ class Run:
             if self.executor is not None:
                 self.executor.randomness = draws.part
         if self.executor is not None and self.context is not None:
-            self.executor.scopes = (self.context.entered,)
+            self.executor.inner_scopes = (self.context.entered,)
         if self.context is not None:
             self.state.randomness = in_context(self.context, self.state.randomness)
 

@@ -163,7 +163,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
     if executor is not None:
         loss = evaluated(executor)
         executor.cut_batch = None if context is None else cutter(context)
-        executor.scopes = () if context is None else (context.entered,)
+        executor.inner_scopes = () if context is None else (context.entered,)
     return CandidateRank(
         rank=groups.all.ranks[groups.all.index],
         engine=engine,
