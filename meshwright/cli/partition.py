@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -19,8 +19,9 @@ import typer
 from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
 from meshwright.graph.task_graph import TaskGraph
+from meshwright.partitioning.alternatives import best_order, best_ties
 from meshwright.partitioning.blocks_file import read_blocks
-from meshwright.partitioning.chain import Chain, shares_of
+from meshwright.partitioning.chain import shares_of
 from meshwright.partitioning.draw import Pane, as_svg, as_text, stages_pane
 from meshwright.partitioning.draw_model import graph_pane, steps_pane
 from meshwright.partitioning.graph_costs import GraphCosts, Measured, Roofline
@@ -33,6 +34,8 @@ from meshwright.presets.machines import find_machine
 _EFFICIENCY, _TASK_SECONDS = 0.5, 5e-6
 # Weights, gradients and two moments of Adam, in the weights' own type.
 _STATES = 4.0
+# All orders of kinds, and all ways to hold shared weights, are searched.
+_MOST_KINDS, _MOST_TIES = 4, 4
 
 
 def partition(  # noqa: PLR0913 - each is an option of the command
@@ -54,6 +57,13 @@ def partition(  # noqa: PLR0913 - each is an option of the command
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step (models).")] = 64,
     sequence: Annotated[int, typer.Option(min=1, help="Positions (models).")] = 128,
     machine: Annotated[str, typer.Option(help="A machine preset (models).")] = "a100-80",
+    speeds: Annotated[
+        str | None,
+        typer.Option(help="Of each device, e.g. 1,1,2,2 (blocks): the best order of kinds is found."),
+    ] = None,
+    ties: Annotated[
+        str, typer.Option(help="Shared weights (blocks): copied where needed, or best: also in one stage.")
+    ] = "copied",
     costs: Annotated[str, typer.Option(help="roofline, or measured: of blocks, here (models).")] = "roofline",
     out: Annotated[
         Path | None, typer.Option(help="Write the pictures as SVG here: graph, blocks, stages.")
@@ -75,14 +85,20 @@ def partition(  # noqa: PLR0913 - each is an option of the command
     is_measured = _one_of("--costs", costs, ("roofline", "measured")) == "measured"
     model: ModelPlan | None = None
     panes: list[Pane] = []
+    more: dict[str, object] = {}
     raw = _blocks_text(source)
     if raw is not None:
         if is_measured:
             raise ConfigError("E109", "--costs measured is of models: a file of blocks has its own seconds")
         chain = read_blocks(raw, where=source)
-        found = partition_chain(_with(rules, shares_of(chain, devices)), mode=mode)
+        rules = dataclasses.replace(
+            rules, shares=shares_of(chain, devices), groups=_groups(speeds, rules.groups[0])
+        )
+        found, more = _of_blocks(rules, mode, _one_of("--ties", ties, ("copied", "best")))
         labels = tuple(block.name or f"block {number}" for number, block in enumerate(chain.blocks))
     else:
+        if speeds is not None or ties != "copied":
+            raise ConfigError("E109", "--speeds and --ties are of files of blocks")
         if objective not in (None, "1f1b") and mode == "exact":
             raise ConfigError(
                 "E109", f"--objective {objective}: models are planned by the seconds of a step, 1f1b"
@@ -100,7 +116,7 @@ def partition(  # noqa: PLR0913 - each is an option of the command
         found = model.partition
         labels = tuple(priced.label(members) for members in model.levels[-1].blocks)
         panes = [graph_pane(priced), steps_pane(priced, model)]
-    facts = {**_facts(found, model), "seconds": time.perf_counter() - started}
+    facts = {**_facts(found, model), **more, "seconds": time.perf_counter() - started}
     if out is not None:
         out.write_text(as_svg(*panes, stages_pane(found, labels)), encoding="utf-8")
     if json_output:
@@ -139,8 +155,43 @@ def _facts(found: Partition, model: ModelPlan | None) -> dict[str, object]:
     return facts
 
 
-def _with(rules: Problem, shares: Mapping[int, Chain]) -> Problem:
-    return dataclasses.replace(rules, shares=shares)
+def _groups(speeds: str | None, alike: Group) -> tuple[Group, ...]:
+    """Kinds of devices, in the order of their first one."""
+    if speeds is None:
+        return (alike,)
+    try:
+        numbers = [float(speed) for speed in speeds.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != alike.count or not all(0 < number < math.inf for number in numbers):
+        raise ConfigError(
+            "E109", f"--speeds {speeds}: a number above 0 for each of {alike.count} devices, e.g. 1,1,2,2"
+        )
+    counts = Counter(numbers)
+    if len(counts) > _MOST_KINDS:
+        raise ConfigError(
+            "E109", f"--speeds {speeds}: at most {_MOST_KINDS} different ones, all orders are tried"
+        )
+    return tuple(dataclasses.replace(alike, count=count, speed=speed) for speed, count in counts.items())
+
+
+def _of_blocks(rules: Problem, mode: Mode, ties: str) -> tuple[Partition, dict[str, object]]:
+    """The plan, and what was chosen besides."""
+    if (ties == "best" or len(rules.groups) > 1) and mode == "rannc":
+        raise ConfigError("E109", "--compat rannc knows one kind of device, and copies shared weights")
+    if ties == "best" and len(rules.groups) > 1:
+        raise ConfigError("E109", "--speeds and --ties best are answered one at a time")
+    if ties == "best":
+        most = len(next(iter(rules.shares.values())).ties)
+        if most > _MOST_TIES:
+            raise ConfigError("E109", f"--ties best of {most} shared weights; at most {_MOST_TIES}")
+        found, together = best_ties(rules)
+        return found, {"ties_in_one_stage": list(together)}
+    if len(rules.groups) > 1:
+        found, order = best_order(rules)
+        speeds = [rules.groups[order[stage.group]].speed for stage in found.stages]
+        return found, {"speeds": speeds}
+    return partition_chain(rules, mode=mode), {}
 
 
 def _graph(source: str, sizes: tuple[int, int]) -> TaskGraph:

@@ -83,6 +83,38 @@ def test_a_model_in_stages(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("block-seconds/*.json"))) == 1
 
 
+@pytest.mark.parametrize("speeds", ["1,1,2,2", "1,2,1,2", "2,2,1,1"])
+def test_unlike_devices_in_their_best_order(write, speeds):
+    path = write([(3, 0)] * 6 + [(2, 0)] * 2)
+    options = ("--devices", 4, "--stages", 4, "--objective", "maxfb", "--speeds", speeds, "--json")
+    found = json.loads(call(path, *options).stdout)
+    assert found["value"] == 4.5
+    assert sorted(found["speeds"]) == [1, 1, 2, 2]
+    # blocks of a stage take their seconds by its own speed
+    works = [(3 * min(s["last"] + 1, 6) + 2 * max(s["last"] - 5, 0)) for s in found["stages"]]
+    for stage, speed, done, before in zip(found["stages"], found["speeds"], works, [0, *works], strict=False):
+        assert stage["forward_seconds"] == pytest.approx((done - before) / speed)
+
+
+@pytest.mark.parametrize(("size", "together"), [(1, []), (100, [0])])
+def test_shared_weights_in_their_best_way(write, size, together):
+    path = write([(1, 1)] * 4, ties=[{"users": [0, 2], "bytes": size}])
+    options = (
+        "--devices",
+        2,
+        "--stages",
+        2,
+        "--objective",
+        "maxfb",
+        "--bandwidth",
+        10,
+        "--ties",
+        "best",
+        "--json",
+    )
+    assert json.loads(call(path, *options).stdout)["ties_in_one_stage"] == together
+
+
 @pytest.mark.parity
 def test_a_model_as_rannc_cuts_it():
     faithful = json.loads(
@@ -106,6 +138,9 @@ def test_text_has_a_bar_a_stage(write):
         (("--devices", 2, "--stages", "3..1"), "E109", "a number or a range of them"),
         (("--devices", 2, "--objective", "min"), "E109", "neither of maxf+maxb, maxfb, 1f1b"),
         (("--devices", 2, "--compat", "alpa"), "E109", "neither of rannc"),
+        (("--devices", 2, "--speeds", "1"), "E109", "a number above 0 for each of 2 devices"),
+        (("--devices", 2, "--speeds", "1,2", "--compat", "rannc"), "E109", "knows one kind of device"),
+        (("--devices", 2, "--speeds", "1,2", "--ties", "best"), "E109", "one at a time"),
         (("--devices", 2, "--costs", "guessed"), "E109", "neither of roofline, measured"),
         (("--devices", 2, "--costs", "measured"), "E109", "a file of blocks has its own seconds"),
     ],
