@@ -645,6 +645,26 @@ CATALOGUE = (
         "Take sizes from the tensor at hand (x.size(-1)), so that they are right for any part of it.",
     ),
     CodeEntry(
+        "E295",
+        "not the folder of a run",
+        "report reads metrics.jsonl, plan.lock.json, resolved.toml, result.json and verify.json of a folder, as far as "
+        "they are there; here is none of them.",
+        "Give the folder that `meshwright train` names in its first line.",
+    ),
+    CodeEntry(
+        "E296",
+        "a file of a run that cannot be read",
+        "A file in the run folder is damaged: not UTF-8, not JSON or TOML, or without what it must have. A last line "
+        "that is cut is no such fault: a run that goes on writes it.",
+        "Restore the file, or move it away: the report says what is missing and shows the rest.",
+    ),
+    CodeEntry(
+        "E297",
+        "a report that cannot be written",
+        "The folder is read-only, full, or does not exist.",
+        "Name another place with --out.",
+    ),
+    CodeEntry(
         "E301",
         "a run that does not fit in memory",
         "Weights, gradients, optimizer state and activations are known before anything is allocated; their sum is more "

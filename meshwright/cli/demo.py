@@ -1,7 +1,7 @@
 """`meshwright demo`: the first five minutes. A language model learns from real text on two local processes.
 
-Then a cut of it is compared with one process. Owns the demo's run and its lines. Offline and with fixed steps, so that
-a second run prints the same digits.
+Then a cut of it is compared with one process, and a page tells of both. Owns the demo's run and its lines. Offline and
+with fixed steps, so that a second run prints the same digits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import typer
 
 from meshwright.cli.machine import Machine, inspect_machine
 from meshwright.cli.output import print_json, stdout_to_stderr
+from meshwright.cli.report import write_report
 from meshwright.cli.train import require_torch
+from meshwright.cli.verify import keep_result
 from meshwright.errors import EXIT_VERIFY_FAILED
+from meshwright.reporting.reading import read_run
 
 if TYPE_CHECKING:
     from meshwright.verification.result import VerifyResult
@@ -57,8 +60,8 @@ def demo(
     processes = resolved.config.plan.processes
     require_torch()
     with stdout_to_stderr(active=json_output):
-        print(f" 1/3 machine   {_machine_line(inspect_machine(Path.cwd()))} → {processes} CPU processes")
-        print(f" 2/3 train     {resolved.config.model.source}, {resolved.config.train.stop_at}", flush=True)
+        print(f" 1/4 machine   {_machine_line(inspect_machine(Path.cwd()))} → {processes} CPU processes")
+        print(f" 2/4 train     {resolved.config.model.source}, {resolved.config.train.stop_at}", flush=True)
         from meshwright.launching import launch_config
 
         result = launch_config(resolved, json_output=json_output)
@@ -73,10 +76,14 @@ def demo(
             SourceOptions(),
         )
         print(verify_line(verified, processes=processes))
+        run_dir = Path(str(result["run_dir"]))
+        keep_result(run_dir, verified)
+        page = write_report([read_run(run_dir)])
+        print(f" 4/4 report    {page}")
         for line in _last_lines(result, seconds=time.perf_counter() - started):
             print(line)
     if json_output:
-        print_json({"train": result, "verify": verified.to_json()})
+        print_json({"train": result, "verify": verified.to_json(), "report": str(page)})
     if not verified.ok:
         raise typer.Exit(EXIT_VERIFY_FAILED)
 
@@ -101,10 +108,10 @@ def _training_lines(result: Mapping[str, object]) -> list[str]:
 def verify_line(result: VerifyResult, *, processes: int | None) -> str:
     """What the comparison found, in one line; the whole table where it failed."""
     if not result.ok:
-        return f" 3/3 verify    failed\n{result.table()}"
+        return f" 3/4 verify    failed\n{result.table()}"
     loss, gradients = result.check("loss"), result.check("gradients")
     return (
-        f" 3/3 verify    {processes} processes == 1 process   loss diff {loss.worst_relative:.1e}   "
+        f" 3/4 verify    {processes} processes == 1 process   loss diff {loss.worst_relative:.1e}   "
         f"{gradients.compared}/{gradients.compared} gradients ✓"
     )
 

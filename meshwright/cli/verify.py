@@ -1,17 +1,24 @@
 """`meshwright verify`: prove that a parallel run computes what one device computes.
 
-Owns the arguments of the verb and its exit code. Knows nothing of what is compared.
+Owns the arguments of the verb, its exit code, and the result that stays in a run folder. Knows nothing of what is
+compared.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.output import print_json, stdout_to_stderr
 from meshwright.cli.train import require_torch
 from meshwright.errors import EXIT_VERIFY_FAILED
+from meshwright.reporting.reading import PLAN, VERIFY, fingerprint
+
+if TYPE_CHECKING:
+    from meshwright.verification.result import VerifyResult
 
 
 def verify(  # noqa: PLR0913  (typer makes an option of each parameter)
@@ -42,9 +49,17 @@ def verify(  # noqa: PLR0913  (typer makes an option of each parameter)
     )
     with stdout_to_stderr(active=json_output):
         result = verify_source(source, options)
+    if Path(source).name == PLAN and not plan and processes is None:
+        keep_result(Path(source).parent, result)
     if json_output:
         print_json(result.to_json())
     else:
         print(result.table())
     if not result.ok:
         raise typer.Exit(EXIT_VERIFY_FAILED)
+
+
+def keep_result(folder: Path, result: VerifyResult) -> None:
+    """Keep what was found for the plan of a run in its folder, for its report."""
+    document = {**result.to_json(), "fingerprint": fingerprint(folder)}
+    (folder / VERIFY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -57,6 +57,7 @@ from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, spec_
 from meshwright.training.planning import plan_of
 from meshwright.training.precision import MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import StatelessDraws
+from meshwright.training.result_file import RESULT_FILE, write_result
 from meshwright.training.run_ledger import RunLedger
 from meshwright.training.sequences import cutter, over_sequences, padding_warning
 from meshwright.training.stages import Pipeline, evaluated, make_pipeline
@@ -311,7 +312,10 @@ class Run:
         finally:
             if writer is not None:
                 writer.close()
-        return self._report()
+        report = self._report()
+        if self.is_first:
+            write_result(self.run_dir, report, log=self.mesh.log, device=self.device)
+        return report
 
     def _after_step(self, *, last: bool) -> tuple[float | None, float | None]:
         """Save and evaluate where it is time: seconds for which training stood still, held-out loss."""
@@ -418,6 +422,7 @@ class Run:
     def _make_writer(self) -> MetricsWriter:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "plan.lock.json").write_text(self.plan.to_json())
+        (self.run_dir / RESULT_FILE).unlink(missing_ok=True)  # of a run that was here before
         return MetricsWriter(
             self.run_dir,
             tensorboard="tensorboard" in self.config.log.to,

@@ -54,11 +54,13 @@ def test_demo_trains_a_fixed_run_on_two_processes(launched, tmp_path):
     assert config.train.stop_at.unit == "steps"
     assert resolved.origins["plan.zero"] == "demo"
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(" 1/3 machine   ")
+    assert lines[0].startswith(" 1/4 machine   ")
     assert lines[0].endswith("→ 2 CPU processes")
     assert "loss      5.0000 █▆▃▁ 2.0000   held-out 2.2500 nats a byte" in result.stdout
     assert "12,346 tokens/s   0.050 s a step   peak 256 MiB a rank" in result.stdout
-    assert " 3/3 verify    2 processes == 1 process   loss diff 2.0e-16   21/21 gradients ✓" in lines
+    assert " 3/4 verify    2 processes == 1 process   loss diff 2.0e-16   21/21 gradients ✓" in lines
+    assert f" 4/4 report    {tmp_path / 'report.html'}" in lines
+    assert "verified equal to one device in 2 checks" in (tmp_path / "report.html").read_text()
     assert f"kept in {tmp_path}" in result.stdout
 
 
@@ -75,6 +77,7 @@ def test_demo_json(launched):
     value = json.loads(result.stdout)
     assert value["train"]["eval_loss"] == 2.25
     assert value["verify"]["ok"]
+    assert value["report"].endswith("report.html")
 
 
 def test_sparkline():

@@ -24,7 +24,7 @@ ROWS = (
     ("pipeline",),
     ("models", "data"),
     ("training",),
-    ("verification",),
+    ("verification", "reporting"),
     ("launching",),
     ("cli", "testing"),
     ("lessons",),

@@ -1,0 +1,72 @@
+"""`meshwright report RUN [RUN...]`: run folders as one HTML file.
+
+Owns the arguments and where the file goes. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.output import print_json
+from meshwright.errors import ConfigError
+from meshwright.reporting.figures import Figure, figures_of
+from meshwright.reporting.page import as_page
+from meshwright.reporting.reading import RunData, read_run
+from meshwright.reporting.verdict import verdict
+
+REPORT = "report.html"
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN [RUN...]", help="Folders of runs.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where the page goes (default: report.html in the first folder).")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Write one HTML file about a run, or several side by side."""
+    runs = [read_run(folder) for folder in folders]
+    path = write_report(runs, out)
+    if json_output:
+        print_json({"report": str(path), "runs": [_described(data) for data in runs]})
+        return
+    for data in runs:
+        print(f"{data.path}  {verdict(data)}")
+    print(f"wrote {path}")
+
+
+def write_report(runs: list[RunData], out: Path | None = None) -> Path:
+    """Write the page of `runs`; the default place is the first run's folder.
+
+    Raises:
+        ConfigError: E297 where it cannot be written.
+    """
+    path = out if out is not None else runs[0].path / REPORT
+    try:
+        path.write_text(as_page(runs), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "E297", f"cannot write the report: {error}. Name another file, e.g. --out /tmp/{REPORT}."
+        ) from error
+    return path
+
+
+def _described(data: RunData) -> dict[str, object]:
+    figures = figures_of(data)
+    return {
+        "run_dir": str(data.path),
+        "verdict": verdict(data),
+        "figures": [
+            {"anchor": figure.anchor, "title": figure.title, "marks": figure.num_marks}
+            for figure in figures
+            if isinstance(figure, Figure)
+        ],
+        "missing": [
+            {"anchor": figure.anchor, "title": figure.title, "why": figure.why}
+            for figure in figures
+            if not isinstance(figure, Figure)
+        ],
+    }

@@ -1,0 +1,1 @@
+"""A run folder as one HTML page: figures from plain data, without torch, a network or a script."""
