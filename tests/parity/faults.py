@@ -27,7 +27,7 @@ from meshwright.layout.plan import TransportName
 from meshwright.layout.policy import POLICY_NAMES, find_policy
 from meshwright.layout.sequence import CpKind
 from meshwright.mesh import MeshSpec
-from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.models import GPT, GPTConfig, Llama, LlamaConfig, language_model_loss
 from meshwright.models.hf_loss import causal_lm_loss
 from meshwright.testing.faults.registry import SILENT, Injection
 from meshwright.testing.faults.silent import SilentFault, Site
@@ -88,6 +88,12 @@ def make_gpt(dropout: float) -> GPT:
     return GPT(GPTConfig(vocab_size=31, max_seq_len=7, dropout=dropout, **sizes))
 
 
+def make_grouped() -> Llama:
+    """Fewer key/value heads than three ranks."""
+    sizes = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 41}
+    return Llama(LlamaConfig(vocab_size=31, max_seq_len=7, **sizes))
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model with loss and data, and which needs of faults it meets."""
@@ -119,6 +125,9 @@ SUBJECTS = {
         Functions(make_mistral, causal_lm_loss, Packed()),
         frozenset({*_LANGUAGE, "windows", "documents"} - {"ties"}),
     ),
+    "grouped heads": Subject(
+        Functions(make_grouped, language_model_loss, Tokens()), frozenset({*_LANGUAGE} - {"ties"})
+    ),
     "branches": Subject(
         Functions(partial(Peculiar, branch_above=1.5), two_losses, Rows(SAMPLES)),
         frozenset({"2 samples", "rare parameters", "no dropout"}),
@@ -138,9 +147,11 @@ class Case:
     tp: int = 1
     cp: int = 1
     kind: CpKind = "ring"
+    cuts_tokens: bool = False
 
     def __str__(self) -> str:
         cut = f" tp {self.tp}" if self.tp > 1 else ""
+        cut += " with sequence parallel" if self.cuts_tokens else ""
         cut += f" cp {self.cp} {self.kind}" if self.cp > 1 else ""
         return f"{self.subject}, {self.policy}x{self.ranks}{cut}, {self.micro_steps} micro-steps, {self.optimizer}"
 
@@ -150,7 +161,7 @@ class Case:
         if self.policy == "parameter_server":
             return frozenset({"servers"})
         if self.tp > 1:
-            return frozenset({"tensor parallelism", *({"dropout"} & SUBJECTS[self.subject].has)})
+            return self._offers_of_cut_layers()
         if self.cp > 1:
             return self._offers_of_cut_sequences()
         sharded = self.policy != "ddp"
@@ -171,6 +182,15 @@ class Case:
         }
         return SUBJECTS[self.subject].has | {need for need, met in by_plan.items() if met}
 
+    def _offers_of_cut_layers(self) -> frozenset[str]:
+        """With cut layers those of them only."""
+        by_plan = {
+            "cut tokens": self.cuts_tokens,
+            "repeated heads": self.subject == "grouped heads" and self.tp == 3,
+        }
+        kept = {"dropout", "ties"} & SUBJECTS[self.subject].has
+        return frozenset({"tensor parallelism", *kept, *(need for need, met in by_plan.items() if met)})
+
     def _offers_of_cut_sequences(self) -> frozenset[str]:
         """With cut sequences those of them only."""
         by_kind = {
@@ -184,8 +204,8 @@ class Case:
         return frozenset({"2 ranks", "cut sequences", *kept, *(need for need, met in by_kind.items() if met)})
 
 
-# Without those that only cut sequences need.
-UNCUT = tuple(subject for subject in SUBJECTS if subject != "packed window")
+# Without those that only cut sequences or layers need.
+UNCUT = tuple(subject for subject in SUBJECTS if subject not in ("packed window", "grouped heads"))
 KINDS: tuple[CpKind, ...] = ("ring", "ulysses", "allgather")
 CASES = (
     tuple(
@@ -210,6 +230,18 @@ CASES = (
         for micro_steps in (1, 2)
     )
     + tuple(
+        Case("grouped heads", policy, 1, micro_steps, "adamw", 3)
+        for policy in POLICY_NAMES
+        for micro_steps in (1, 2)
+    )
+    + tuple(
+        Case(subject, policy, ranks, micro_steps, "adamw", tp, cuts_tokens=True)
+        for subject in ("gpt", "gpt without dropout")
+        for policy in POLICY_NAMES
+        for ranks, tp in ((1, 2), (1, 3), (2, 2))
+        for micro_steps in (1, 2)
+    )
+    + tuple(
         Case(subject, policy, ranks, 2, "adamw", cp=cp, kind=kind)
         for subject in ("gpt", "gpt without dropout", "packed window")
         for policy in ("ddp", "zero3")
@@ -222,7 +254,7 @@ CASES = (
 def cases_of(fault: SilentFault) -> list[Case]:
     """All cases that have what the fault breaks, in an order drawn from its name."""
     cases = [case for case in CASES if case.offers.issuperset(fault.needs)]
-    for own in ("servers", "tensor parallelism", "cut sequences"):
+    for own in ("servers", "tensor parallelism", "cut tokens", "cut sequences"):
         cases = [case for case in cases if (own in case.offers) == (own in fault.needs)]
     random.Random(fault.name).shuffle(cases)
     return cases
@@ -293,6 +325,7 @@ class Runner:
             prepared.job.plan,
             mesh=MeshSpec.of(dp_shard=workers, cp=case.cp, tp=case.tp),
             cp_kind=case.kind,
+            sequence_parallel=case.cuts_tokens,
             policy=find_policy(case.policy, bucket_bytes=BUCKET_BYTES),
             transport=self.transport,
             micro_batch=-(-GLOBAL_BATCH // (case.micro_steps * workers)),

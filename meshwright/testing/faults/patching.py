@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.comm.transports.base import Work
 from meshwright.sharding.memory import BucketMemory
@@ -52,6 +52,27 @@ def after(owner: object, method: str, act: Callable[[], None]) -> None:
         return both
 
     patch(owner, method, make)
+
+
+def with_weight(module: nn.Module, change: Callable[[Tensor], Tensor], when: Callable[[], bool]) -> None:
+    """Let `module.forward` see what `change` makes of its weight, where `when` is true; the parameter stays."""
+
+    def make(forward: Method) -> Method:
+        def changed(x: Tensor) -> Any:
+            if not when():
+                return forward(x)
+            own = module._parameters
+            weight = own["weight"]
+            assert weight is not None, "such a layer has a weight"
+            vars(module)["_parameters"] = {**own, "weight": change(weight)}
+            try:
+                return forward(x)
+            finally:
+                vars(module)["_parameters"] = own
+
+        return changed
+
+    patch(module, "forward", make)
 
 
 def is_step(candidate: CandidateRank, site: Site) -> bool:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.adapt.batch_norm import BatchNorm
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.sharding.engine import ShardParameter
 from meshwright.sharding.memory import BucketMemory
 from meshwright.testing.faults.patching import trained
-from meshwright.testing.faults.silent import Place
+from meshwright.testing.faults.silent import Place, SilentFault, Site
 from meshwright.verification.candidate import CandidateRank
 
 
@@ -201,3 +202,51 @@ def gap_of(candidate: CandidateRank, memory: BucketMemory, rank: int) -> list[in
     for start, stop in memory.bucket.gaps():
         padding[start:stop] = True
     return [int(place) + first for place in padding[first : first + size].nonzero().flatten()]
+
+
+def layout_of(candidate: CandidateRank) -> TensorLayout:
+    """Which part of the model this rank has."""
+    layout = candidate.engine.tensor_layout
+    assert layout is not None, "the need of these faults is tensor parallelism"
+    return layout
+
+
+def anywhere(candidate: CandidateRank, name: str, *tensors: str) -> Place:
+    """A place whose site has the same rank everywhere: groups of samples differ by tp index."""
+    return Place(name, tensors, tuple(candidate.engine.groups.all.ranks))
+
+
+def row_biases(candidate: CandidateRank) -> list[Place]:
+    """Layers whose weight is cut by columns and whose bias is whole."""
+    layout, found = layout_of(candidate), []
+    for name, _ in candidate.engine.model.named_parameters():
+        module = name.removesuffix(".bias")
+        cut = layout.cuts.get(f"{module}.weight")
+        if module != name and cut is not None and cut.dim == 1:
+            found.append(anywhere(candidate, module))
+    return found
+
+
+def tensor_fault(
+    name: str,
+    description: str,
+    source: str,
+    expected: tuple[str, ...],
+    commit: tuple[
+        Callable[[CandidateRank, Site], None],
+        Callable[[CandidateRank], list[Place]],
+    ],
+    *needs: str,
+) -> SilentFault:
+    """A fault of tensor parallelism; `commit` is how and where it is committed."""
+    inject, places = commit
+    return SilentFault(
+        name=name,
+        theme="tensor parallelism",
+        description=description,
+        source=source,
+        expected=expected,
+        inject=inject,
+        needs=("tensor parallelism", *needs),
+        places=places,
+    )

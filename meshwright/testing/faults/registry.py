@@ -17,7 +17,9 @@ from meshwright.testing.faults import (
     sequences,
     servers,
     tensor,
+    tokens,
     updates,
+    vocabulary,
 )
 from meshwright.testing.faults.silent import SilentFault, Site, draw_site
 from meshwright.verification.candidate import CandidateRank
@@ -31,6 +33,8 @@ _ALL = (
     *samples.FAULTS,
     *servers.FAULTS,
     *tensor.FAULTS,
+    *vocabulary.FAULTS,
+    *tokens.FAULTS,
     *sequences.FAULTS,
 )
 SILENT: Mapping[str, SilentFault] = MappingProxyType({fault.name: fault for fault in _ALL})

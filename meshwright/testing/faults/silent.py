@@ -148,6 +148,14 @@ NEEDS: Mapping[str, Need] = MappingProxyType(
         "whole weights": Need("policy ddp, zero1 or zero2", _policy("ddp", "zero1", "zero2")),
         "servers": Need("parameter servers", _policy("parameter_server")),
         "tensor parallelism": Need("plan.tp > 1", lambda c: c.engine.tensor_layout is not None),
+        "cut tokens": Need(
+            "plan.sequence_parallel",
+            lambda c: c.engine.tensor_layout is not None and bool(c.engine.tensor_layout.partial),
+        ),
+        "repeated heads": Need(
+            "fewer key/value heads than plan.tp",
+            lambda c: c.engine.tensor_layout is not None and bool(c.engine.tensor_layout.repeated),
+        ),
         "adam": Need("optimizer adam or adamw", _is_adam),
         "decoupled decay": Need("optimizer adamw", lambda c: c.state.optimizer.name == "adamw"),
         "clipping": Need("a limit of the gradient norm", lambda c: c.clip_norm is not None),
