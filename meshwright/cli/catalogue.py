@@ -492,9 +492,8 @@ CATALOGUE = (
     CodeEntry(
         "E255",
         "a key that is not built together with plan.cp",
-        "Context parallelism cuts the sequences of a batch over ranks, and some other key, or a loop of your own with "
-        "model.accumulate(), does not know that yet.",
-        "Leave the other key out, call model.step(batch) in loops of your own, or set plan.cp = 1.",
+        "Context parallelism cuts the sequences of a batch over ranks, and some other key does not know that yet.",
+        "Leave the other key out, or set plan.cp = 1.",
     ),
     CodeEntry(
         "E260",
@@ -622,6 +621,37 @@ CATALOGUE = (
         "a table of published runs that cannot be read",
         "--published wants a CSV file with a header; each row is a run.",
         "See its columns with `meshwright simulate --published shipped --out table.csv`.",
+    ),
+    CodeEntry(
+        "E285",
+        "an option of a search that is not a part or a range",
+        "memory_headroom is a part of a device's memory that a plan leaves free; --scaling is a range of numbers of "
+        "devices.",
+        'Write headroom as 0.1 or "10%", a range as 8..64.',
+    ),
+    CodeEntry(
+        "E286",
+        "fixed degrees that do not divide the cluster",
+        "dp x tp x pp x cp is the number of devices; what is fixed of them must divide it, all four must equal it.",
+        "Leave one of them out, or take one of the products of the message.",
+    ),
+    CodeEntry(
+        "E287",
+        "a config.json without a shape that can be priced",
+        "A model's layers, width, heads and vocabulary are read from config.json under the names that it uses.",
+        "Give the config.json of a dense decoder or encoder, or a preset.",
+    ),
+    CodeEntry(
+        "E288",
+        "a question about plans that has no answer",
+        'Plans of plan.lock.json are compared by number ("1 vs 3"), or with what you would fix ("why not pp=4").',
+        "Write one of the two forms with numbers of the file.",
+    ),
+    CodeEntry(
+        "E289",
+        "a plan file that is missing or stale",
+        "plan.lock.json says which model, batch and cluster it was made for; it is refused for others.",
+        "Run `meshwright plan` again.",
     ),
     CodeEntry(
         "E290",
@@ -990,6 +1020,18 @@ CATALOGUE = (
         "a batch that micro-batches do not divide",
         "The last micro-step is priced as a full one.",
         "Choose a batch that is a multiple of dp x micro_batch.",
+    ),
+    CodeEntry(
+        "W283",
+        "no plan that fits can be trained today",
+        "All layouts that fit use something that is priced but not built in training.",
+        "Take more devices or more memory; --json says what each plan lacks.",
+    ),
+    CodeEntry(
+        "W284",
+        "a faster plan that training does not run today",
+        "The first plan is the fastest that can run; a plan below it is predicted to be faster.",
+        "Nothing; the message says what it lacks.",
     ),
     CodeEntry(
         "W401",

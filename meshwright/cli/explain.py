@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import textwrap
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,15 +16,28 @@ from meshwright.cli.catalogue import CATALOGUE, CodeEntry
 from meshwright.cli.concepts import CONCEPTS, Concept
 from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
+from meshwright.planner.compare import answer, is_question
+from meshwright.planner.lock import LOCK_NAME, read_lock
 
 
 def explain(
-    topic: Annotated[str | None, typer.Argument(help="A code (E203) or a concept (zero1, axes).")] = None,
+    topic: Annotated[
+        str | None,
+        typer.Argument(help='A code (E203), a concept (zero1, axes), "1 vs 3" or "why not pp=4" of plans.'),
+    ] = None,
+    lock: Annotated[Path, typer.Option(help="The file of plans that a question is about.")] = Path(LOCK_NAME),
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Words and a picture for a code or concept."""
+    """Words and a picture for a code or concept; answers about plans."""
     if topic is None:
         _print_topics(json_output=json_output)
+        return
+    if is_question(topic):
+        answered = answer(topic, read_lock(lock))
+        if json_output:
+            print_json(answered.to_json())
+        else:
+            print("\n".join(answered.lines))
         return
     entry = find_topic(topic)
     if isinstance(entry, CodeEntry):

@@ -21,6 +21,7 @@ from meshwright.cli import (
     launch,
     learn,
     partition,
+    plan,
     report,
     simulate,
     train,
@@ -65,6 +66,7 @@ app.command(name="draw")(draw.draw)
 app.command(name="partition")(partition.partition)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="learn")(learn.learn)
+app.command(name="plan")(plan.plan)
 app.command(name="report")(report.report)
 app.command(name="simulate")(simulate.simulate)
 app.command(name="explain")(explain.explain)

@@ -1,7 +1,7 @@
 """What is priced: a decoder transformer, its batch, and how a cluster carries it out. Numbers and words only.
 
 Simplifications: stages hold equal numbers of layers (embedding and head count as one each where that divides);
-rank order is tp, cp, dp, pp from the inside out.
+rank order is tp, cp, dp, pp from the inside out, or tp, pp, cp, dp.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from meshwright.presets.models import ModelPreset
 
 Recompute = Literal["none", "selective", "half", "full"]
 Attention = Literal["flash", "engine", "unfused"]
+ContextKind = Literal["ring", "ulysses", "allgather"]
 Schedule = Literal["serial", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe"]
 
 
@@ -70,6 +71,10 @@ class Layout:
             14 for torch's own, which keeps two more in float32.
         overlap_gradients: whether reductions, and gathers of zero3, run beside computations.
         overlap_tensor: whether tp's collectives run beside products, in pieces.
+        cp_kind: how attention sees the whole sequence: keys and values go round, heads are exchanged for tokens, or all
+            keys and values are gathered.
+        pipeline_inside: whether the stages of a pipeline are neighbours and data-parallel ranks lie outside of them.
+        half_layers: whether a stage may begin between attention and the feed-forward part.
     """
 
     dp: int = 1
@@ -91,6 +96,9 @@ class Layout:
     logit_bytes: int = 6
     overlap_gradients: bool = True
     overlap_tensor: bool = False
+    cp_kind: ContextKind = "ring"
+    pipeline_inside: bool = False
+    half_layers: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -101,6 +109,16 @@ class Layout:
     def num_shards(self) -> int:
         """Ranks over which `zero` cuts."""
         return self.shard or self.dp * self.cp
+
+
+def data_stride(layout: Layout) -> int:
+    """Distance in rank order of neighbours along cp and dp."""
+    return layout.tp * (layout.pp if layout.pipeline_inside else 1)
+
+
+def pipeline_stride(layout: Layout) -> int:
+    """Distance in rank order of neighbouring stages."""
+    return layout.tp * (1 if layout.pipeline_inside else layout.cp * layout.dp)
 
 
 def num_microbatches(work: Workload, layout: Layout) -> int:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from meshwright.presets.calibration import Calibration
 from meshwright.simulation.collectives import collective_seconds
-from meshwright.simulation.job import Cluster, Layout, Workload
+from meshwright.simulation.job import Cluster, Layout, Workload, data_stride
 from meshwright.simulation.kernels import flash_seconds, matmul_seconds, stream_seconds
 
 _UNFUSED_TRAFFIC = 1.6
@@ -148,15 +148,26 @@ def _tensor_seconds(
 def _context_seconds(
     work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, core: float
 ) -> float:
-    """What a ring of keys and values adds, beside attention: once forward, twice backward."""
+    """What cp adds: keys and values go round beside attention, once forward and twice backward; or all of them are
+    gathered before it; or queries, keys, values and results change places between ranks, heads for tokens."""
     if layout.cp == 1:
         return 0.0
     model = work.model
     width = 2 * max(1, model.num_kv_heads // layout.tp) * model.head_dim
-    num_bytes = 2.0 * layout.micro_batch * work.seq_len * width
-    ring = collective_seconds(cluster, fit, num_bytes, ranks=layout.cp, stride=layout.tp)
-    forward = max(0.0, ring - fit.overlap * core)
-    backward = max(0.0, 2 * ring - fit.overlap * _FLASH_BACKWARD * core)
+    tokens = layout.micro_batch * work.seq_len
+    if layout.cp_kind == "ulysses":
+        # Each rank keeps 1 of cp parts: the slowest level carries (cp - 1) / cp of a rank's own tensors.
+        own = 2.0 * tokens / layout.cp * (2 * model.dim / layout.tp + width)
+        forward = backward = collective_seconds(
+            cluster, fit, own, ranks=layout.cp, stride=data_stride(layout)
+        )
+    else:
+        ring = collective_seconds(
+            cluster, fit, 2.0 * tokens * width, ranks=layout.cp, stride=data_stride(layout)
+        )
+        hidden = fit.overlap * core if layout.cp_kind == "ring" else 0.0
+        forward = max(0.0, ring - hidden)
+        backward = max(0.0, 2 * ring - _FLASH_BACKWARD * hidden)
     return forward * (2 if layout.recompute == "full" else 1) + backward
 
 

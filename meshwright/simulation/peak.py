@@ -102,7 +102,7 @@ def peak_bytes(work: Workload, layout: Layout, cluster: Cluster | None = None) -
 
 def _activations(work: Workload, layout: Layout) -> tuple[float, float]:
     """What first and last stage keep, the repeated layer included."""
-    full, last = stage_layers(work.model.num_layers, layout.pp)
+    full, last = stage_layers(work.model.num_layers, layout.pp, halves=layout.half_layers)
     kept = kept_layer_bytes(work, layout)
     whole = whole_layer_bytes(work, layout)
     again = whole if layout.recompute in ("full", "half") else 0.0

@@ -15,12 +15,12 @@ from typing import get_args
 
 from meshwright.errors import ConfigError
 from meshwright.presets.machines import Machine, find_machine
-from meshwright.simulation.job import Attention, Cluster, Layout, Recompute, Schedule
+from meshwright.simulation.job import Attention, Cluster, ContextKind, Layout, Recompute, Schedule
 
 # Keys of a plan, and the field of a layout where its name is another.
 _KEYS = {
     **{key: key for key in ("dp", "tp", "pp", "cp", "zero", "sequence_parallel", "schedule", "chunks")},
-    **{key: key for key in ("recompute", "micro_batch", "precision", "attention")},
+    **{key: key for key in ("recompute", "micro_batch", "precision", "attention", "cp_kind")},
     "hsdp": "shard",
 }
 # Keys of a run file's plan that change no figure here.
@@ -32,13 +32,13 @@ _SILENT = (
     "cluster",
     "memory_headroom",
     "bucket_bytes",
-    "cp_kind",
     "layout",
 )
 _WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Schedule),
     "recompute": get_args(Recompute),
     "attention": get_args(Attention),
+    "cp_kind": get_args(ContextKind),
     "precision": ("bf16", "fp16", "fp8", "fp8-rows"),
 }
 _MOST = {"zero": 3}
@@ -126,10 +126,13 @@ def parse_layout(text: str, *, start: Layout = _ONE_DEVICE, num_devices: int = 0
     Raises:
         ConfigError: E283 for an unknown key or an illegal value.
     """
+    return layout_of(plan_values(text), start=start, num_devices=num_devices)
+
+
+def plan_values(text: str) -> dict[str, object]:
+    """ "tp=8,pp=4" as a table of keys, unchecked."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    return layout_of(
-        {key.strip(): _value(value.strip()) for key, _, value in pairs}, start=start, num_devices=num_devices
-    )
+    return {key.strip(): _value(value.strip()) for key, _, value in pairs}
 
 
 def _value(text: str) -> object:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from meshwright.presets.calibration import Calibration, calibration_of
 from meshwright.presets.counts import matmul_flops_per_token, num_parameters
 from meshwright.simulation.collectives import collective_seconds, message_seconds
-from meshwright.simulation.job import Cluster, Layout, Workload, num_microbatches
+from meshwright.simulation.job import (
+    Cluster,
+    Layout,
+    Workload,
+    data_stride,
+    num_microbatches,
+    pipeline_stride,
+)
 from meshwright.simulation.layers import LayerSeconds, head_seconds, layer_numel, layer_seconds
 
 # An update reads a gradient, reads and writes a master and two moments, and writes a weight.
@@ -50,12 +57,15 @@ class StepSeconds:
         return sum(parts) + self.gradients + self.optimizer
 
 
-def stage_layers(num_layers: int, num_stages: int) -> tuple[float, float]:
+def stage_layers(num_layers: int, num_stages: int, *, halves: bool = False) -> tuple[float, float]:
     """Layers of the fullest stage and of the last one, which has the head as well.
 
     Where the layers do not divide and with embedding and head counted as one each they do, first and last stages have
-    one less.
+    one less. With `halves` half of a layer may stand alone.
     """
+    if halves:
+        full, last = stage_layers(2 * num_layers, num_stages)
+        return full / 2, last / 2
     if num_stages == 1:
         return float(num_layers), float(num_layers)
     if num_layers % num_stages == 0:
@@ -68,7 +78,12 @@ def stage_layers(num_layers: int, num_stages: int) -> tuple[float, float]:
 
 
 def step_seconds(
-    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration | None = None
+    work: Workload,
+    layout: Layout,
+    cluster: Cluster,
+    fit: Calibration | None = None,
+    *,
+    parts: tuple[LayerSeconds, float] | None = None,
 ) -> StepSeconds:
     """Predict one step.
 
@@ -77,12 +92,15 @@ def step_seconds(
         layout: how it is carried out; its product must be the cluster's devices.
         cluster: where.
         fit: constants other than the machine's own.
+        parts: seconds of a layer and of the head, of a layout that differs in schedule, zero and shard at most.
     """
     fit = fit or calibration_of(cluster.machine)
-    layer = layer_seconds(work, layout, cluster, fit)
-    head = head_seconds(work, layout, cluster, fit)
+    layer, head = parts or (
+        layer_seconds(work, layout, cluster, fit),
+        head_seconds(work, layout, cluster, fit),
+    )
     m = num_microbatches(work, layout)
-    full, last = stage_layers(work.model.num_layers, layout.pp)
+    full, last = stage_layers(work.model.num_layers, layout.pp, halves=layout.half_layers)
     weights = _weights_seconds(work, layout, cluster, fit, layer)
     beside = layer.tensor + layer.context + weights
     one = layer.compute + beside
@@ -127,7 +145,7 @@ def _pipeline_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Cal
         return 0.0
     tokens = layout.micro_batch * work.seq_len // layout.cp
     num_bytes = 2.0 * tokens * work.model.dim / layout.tp
-    one = message_seconds(cluster, fit, num_bytes, stride=layout.tp * layout.cp * layout.dp)
+    one = message_seconds(cluster, fit, num_bytes, stride=pipeline_stride(layout))
     return 2 * layout.chunks * one
 
 
@@ -149,7 +167,7 @@ def _weights_seconds(
 def _group_seconds(
     work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, num_bytes: float
 ) -> float:
-    return collective_seconds(cluster, fit, num_bytes, ranks=layout.num_shards, stride=layout.tp)
+    return collective_seconds(cluster, fit, num_bytes, ranks=layout.num_shards, stride=data_stride(layout))
 
 
 def stage_numel(work: Workload, layout: Layout) -> float:
@@ -157,10 +175,12 @@ def stage_numel(work: Workload, layout: Layout) -> float:
     model = work.model
     if layout.pp == 1:
         return num_parameters(model) / layout.tp
-    full, _ = stage_layers(model.num_layers, layout.pp)
+    full, _ = stage_layers(model.num_layers, layout.pp, halves=layout.half_layers)
     ends = full - 1 if (model.num_layers % layout.pp and (model.num_layers + 2) % layout.pp == 0) else full
     vocabulary = model.vocab_size * model.dim
-    return max(full * layer_numel(work), ends * layer_numel(work) + vocabulary) / layout.tp
+    held = max(full * layer_numel(work), ends * layer_numel(work) + vocabulary) / layout.tp
+    # A rank of the bidirectional schedule holds a stage of either direction.
+    return 2 * held if layout.schedule == "dualpipe" else held
 
 
 def _gradient_seconds(
@@ -169,22 +189,28 @@ def _gradient_seconds(
     ranks = layout.dp * layout.cp
     if ranks == 1:
         return 0.0
-    numel = stage_numel(work, layout)
+    numel, earlier = stage_numel(work, layout), 0.0
     copies = ranks // layout.num_shards
     if layout.zero == 3:
         part = 4.0 * numel / layout.num_shards
         return collective_seconds(
-            cluster, fit, part, ranks=copies, stride=layout.tp * layout.num_shards, passes=2
+            cluster, fit, part, ranks=copies, stride=data_stride(layout) * layout.num_shards, passes=2
         )
     grads = layout.gradient_bytes * numel
     if layout.zero == 0:
-        seconds = collective_seconds(cluster, fit, grads, ranks=ranks, stride=layout.tp, passes=2)
+        seconds = collective_seconds(cluster, fit, grads, ranks=ranks, stride=data_stride(layout), passes=2)
     else:
-        reduce = collective_seconds(cluster, fit, grads, ranks=ranks, stride=layout.tp)
-        seconds = reduce + collective_seconds(cluster, fit, 2.0 * numel, ranks=ranks, stride=layout.tp)
+        reduce = collective_seconds(cluster, fit, grads, ranks=ranks, stride=data_stride(layout))
+        if layout.zero == 2:
+            # Only parts of sums are kept, so that each micro-step reduces, the earlier ones beside its own backward.
+            hidden = fit.overlap * 0.6 * stage if layout.overlap_gradients else 0.0
+            earlier = (num_microbatches(work, layout) - 1) * max(0.0, reduce - hidden)
+        seconds = reduce + collective_seconds(
+            cluster, fit, 2.0 * numel, ranks=ranks, stride=data_stride(layout)
+        )
     if layout.overlap_gradients:
-        return max(0.1 * seconds, seconds - fit.overlap * 0.6 * stage)
-    return seconds
+        return earlier + max(0.1 * seconds, seconds - fit.overlap * 0.6 * stage)
+    return earlier + seconds
 
 
 def _optimizer_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:

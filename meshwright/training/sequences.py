@@ -50,14 +50,7 @@ def over_sequences(loss: Loss, scope: ContextScope) -> Loss:
         cut = cut_sequence(length, scope.group.size, scope.kind)
         part, place = cut_batch(batch, cut, scope.group.index)
         with scope.forward(place):
-            found = loss(model, part)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise PlanError(
-                "E251",
-                f"plan.cp cuts sequences, and the loss returned {type(found).__name__}: a mean over a part of a "
-                f"sequence is none over the whole. Return (sum, count) over positions, or set plan.cp=1.",
-            )
-        total, count = found
+            total, count = loss(model, part)
         _check_count(part, count)
         return total, count
 

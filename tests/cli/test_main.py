@@ -11,7 +11,7 @@ from meshwright.errors import DoesNotFitError, WorkerError
 
 VERBS = [
     *("ckpt", "train", "verify", "demo", "config", "doctor", "draw", "launch", "learn", "explain"),
-    *("partition", "simulate"),
+    *("partition", "plan", "report", "simulate"),
 ]
 
 

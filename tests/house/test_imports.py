@@ -17,6 +17,7 @@ ROWS = (
     ("graph",),
     ("simulation",),
     ("partitioning",),
+    ("planner",),
     ("nested",),
     ("comm",),
     ("sharding", "tensor", "context", "checkpoint", "recompute"),

@@ -1,0 +1,118 @@
+"""plan.lock.json: the plans of a search with what they were made for, so that a stale one is refused.
+
+Owns the file's form. The fingerprint covers what a plan depends on: the model's shape, the batch, the cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from meshwright.errors import ConfigError
+from meshwright.planner.plans import Plans
+from meshwright.planner.request import Request
+from meshwright.planner.stages import stage_cuts
+from meshwright.presets import find_machine
+from meshwright.presets.models import ModelPreset
+from meshwright.simulation.job import Cluster, Workload
+
+LOCK_NAME = "plan.lock.json"
+_FORMAT = 1
+# Of a preset, what changes no price.
+_SILENT = ("aliases", "source", "name", "rope_theta", "norm_epsilon")
+
+
+def model_fingerprint(work: Workload) -> str:
+    """Of the model's shape and the sequence's length."""
+    shape = {key: value for key, value in asdict(work.model).items() if key not in _SILENT}
+    text = json.dumps({**shape, "seq_len": work.seq_len}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def save_lock(path: Path, found: Plans, *, source: str) -> None:
+    """Write the plans, best first."""
+    request = found.request
+    value = {
+        "format": _FORMAT,
+        "source": source,
+        "fingerprint": model_fingerprint(request.work),
+        "model": asdict(request.work.model),
+        "seq_len": request.work.seq_len,
+        "global_batch": request.work.global_batch,
+        "cluster": _cluster_value(request.cluster),
+        "fixed": dict(request.fixed),
+        "headroom": request.headroom,
+        "stages": [asdict(stage) for stage in stage_cuts(request, found.best.layout)],
+        **found.to_json(),
+    }
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _cluster_value(cluster: Cluster) -> dict[str, object]:
+    return {
+        "machine": cluster.machine.name,
+        "devices": cluster.num_devices,
+        "devices_per_node": cluster.devices_per_node,
+        "nic_bytes_per_second": cluster.nic_bytes_per_second,
+        "oversubscription": cluster.oversubscription,
+        "pod_devices": cluster.pod_devices,
+    }
+
+
+def cluster_of(lock: Mapping[str, object]) -> Cluster:
+    """The cluster that the plans were made for."""
+    value = lock["cluster"]
+    assert isinstance(value, dict), "a table of a lock file"
+    rest = {key: part for key, part in value.items() if key not in ("machine", "devices")}
+    return Cluster(find_machine(value["machine"]), value["devices"], **rest)
+
+
+def work_of(lock: Mapping[str, object]) -> Workload:
+    """The model and the batch that the plans were made for."""
+    model, seq_len, batch = lock["model"], lock["seq_len"], lock["global_batch"]
+    assert isinstance(model, dict), "a table of a lock file"
+    assert isinstance(seq_len, int), "a number of a lock file"
+    assert isinstance(batch, int), "a number of a lock file"
+    preset = ModelPreset(**{**model, "aliases": tuple(model["aliases"])})
+    return Workload(preset, seq_len, batch)
+
+
+def read_lock(path: Path) -> dict[str, object]:
+    """What `save_lock` wrote.
+
+    Raises:
+        ConfigError: E289 where there is no such file, or it has another form.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "E289", f"{path} cannot be read: {error}; make one with `meshwright plan`"
+        ) from error
+    if not isinstance(value, dict) or value.get("format") != _FORMAT or not value.get("plans"):
+        raise ConfigError(
+            "E289", f"{path} is no plan of this version (format {_FORMAT}); run `meshwright plan` again"
+        )
+    return value
+
+
+def check_fresh(lock: dict[str, object], request: Request, *, path: Path) -> None:
+    """Refuse a plan that was made for something else.
+
+    Raises:
+        ConfigError: E289 naming what differs.
+    """
+    now = {
+        "fingerprint": model_fingerprint(request.work),
+        "global_batch": request.work.global_batch,
+        "cluster": _cluster_value(request.cluster),
+    }
+    for key, value in now.items():
+        if lock.get(key) != value:
+            raise ConfigError(
+                "E289",
+                f"{path} is stale: its {key} is {lock.get(key)}, now {value}; run `meshwright plan` again",
+            )

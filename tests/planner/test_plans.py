@@ -1,0 +1,130 @@
+"""What people read: order of plans, E301 and what fits, scaling, days, files, and questions about them."""
+
+import json
+
+import pytest
+
+from meshwright.errors import ConfigError, DoesNotFitError, PlanError
+from meshwright.planner.compare import answer, is_question, layout_from
+from meshwright.planner.cost import cost_of, parse_tokens
+from meshwright.planner.lock import check_fresh, read_lock, save_lock
+from meshwright.planner.plans import make_plans
+from meshwright.planner.request import make_request
+from meshwright.planner.scaling import parse_range, scale, still_pays
+from meshwright.planner.stages import stage_cuts
+from meshwright.presets import find_model
+from meshwright.simulation.job import Layout, Workload
+from meshwright.simulation.prediction import predict
+from meshwright.simulation.reading import parse_cluster
+
+WORK = Workload(find_model("llama-3.1-8b"), 8192, 64)
+
+
+def ask(cluster="16xa100", fixed=None, work=WORK, **options):
+    return make_request(work, parse_cluster(cluster), fixed or {}, **options)
+
+
+def test_the_first_plan_runs_in_train_and_the_rest_is_in_order():
+    found = make_plans(ask(), count=8)
+    assert not found.best.obstacle
+    times = [plan.predicted.step.total for plan in found.plans[1:]]
+    assert times == sorted(times)
+    assert found.gap == 0
+    entry = found.to_json()["plans"][0]
+    assert {
+        "mesh",
+        "zero",
+        "schedule",
+        "recompute",
+        "micro_batch",
+        "num_microbatches",
+        "trainable",
+        "why",
+    } <= set(entry)
+
+
+def test_what_does_not_fit_says_what_would():
+    with pytest.raises(DoesNotFitError, match=r"smallest layout needs .* GiB usable") as caught:
+        make_plans(ask("2xl4"))
+    assert caught.value.code == "E301"
+    assert "devices" in caught.value.message
+    with pytest.raises(DoesNotFitError, match=r"without plan\.zero=0"):
+        make_plans(ask("16xa100-40", {"zero": 0, "pp": 1, "tp": 1}))
+
+
+def test_degrees_that_cannot_be_are_refused_with_the_nearest():
+    with pytest.raises(
+        PlanError, match=r"plan tp=6 = 6 does not divide the cluster's 16 devices.*4, 8"
+    ) as caught:
+        ask(fixed={"tp": 6})
+    assert caught.value.code == "E286"
+    with pytest.raises(PlanError, match="E286"):
+        ask(fixed={"tp": 2, "dp": 2, "pp": 1, "cp": 1})
+    with pytest.raises(ConfigError, match="E285"):
+        ask(headroom=1.5)
+
+
+def test_days_and_dollars():
+    work = Workload(find_model("gpt3-175b"), 2048, 1536)
+    request = ask("1024xa100", work=work)
+    # Narayanan et al. 2021: 300B tokens on 1,024 A100 in 34 days, written out attention and all of it computed again.
+    plan = Layout(dp=16, tp=8, pp=8, chunks=3, schedule="interleaved", recompute="full", attention="unfused")
+    cost = cost_of(predict(work, plan, request.cluster), request, parse_tokens("300B tokens"), 2.0)
+    assert 30 < cost.days < 38
+    assert cost.dollars == pytest.approx(2.0 * cost.days * 24 * 1024)
+    with pytest.raises(ConfigError, match="E102"):
+        parse_tokens("many")
+
+
+def test_scaling_says_where_devices_stop_to_pay():
+    points = scale(ask("256xa100", work=Workload(WORK.model, 1024, 16)), parse_range("8..256", 256))
+    assert [point.num_devices for point in points] == [8, 16, 32, 64, 128, 256]
+    seconds = [point.seconds for point in points if point.plan]
+    assert seconds == sorted(seconds, reverse=True)
+    assert points[1].efficiency(points[1]) == 1
+    assert still_pays(points) in (16, 32, 64, 128)
+    assert still_pays(scale(ask("1xl4"), (1,))) is None
+    assert parse_range("3..N", 8) == (3, 6, 8)
+    with pytest.raises(ConfigError, match="E285"):
+        parse_range("64..8", 64)
+
+
+def test_stages_are_cut_so_that_the_head_counts():
+    work = Workload(find_model("gpt3-175b"), 2048, 1536)
+    request = ask("3072xa100", work=work)
+    # 64 stages of 6 hosts of 8 devices: one and a half layers each.
+    halves = stage_cuts(request, Layout(dp=6, tp=8, pp=64, half_layers=True))
+    assert len(halves) == 64
+    assert {cut.last - cut.first + 1 for cut in halves} == {3}
+    whole = stage_cuts(ask(), Layout(dp=2, pp=8))
+    assert sum(cut.last - cut.first + 1 for cut in whole) == 32
+    assert whole[-1].last - whole[-1].first < 4
+    assert stage_cuts(request, Layout(dp=3072)) == ()
+
+
+def test_a_lock_file_comes_back_and_is_refused_where_it_is_stale(tmp_path):
+    path = tmp_path / "plan.lock.json"
+    found = make_plans(ask("16xa100-40"))
+    save_lock(path, found, source="llama-3.1-8b")
+    lock = read_lock(path)
+    check_fresh(lock, ask("16xa100-40"), path=path)
+    for entry, plan in zip(lock["plans"], found.plans, strict=True):
+        assert layout_from(entry) == plan.layout
+    with pytest.raises(ConfigError, match=r"E289 .*stale: its cluster"):
+        check_fresh(lock, ask("32xa100-40"), path=path)
+    path.write_text(json.dumps({**lock, "format": 0}))
+    with pytest.raises(ConfigError, match="E289"):
+        read_lock(path)
+    with pytest.raises(ConfigError, match="E289"):
+        read_lock(tmp_path / "none.json")
+    one = answer("1 vs 2", lock)
+    assert one.lines[2].startswith("2 against 1: ")
+    why = answer("why not pp=4,zero=1", lock)
+    assert why.other.layout.pp == 4
+    assert why.other.step.total > why.first.step.total
+    assert "does not divide" in answer("why not tp=5", lock).lines[0]
+    assert "no layout" in answer("why not micro_batch=3", lock).lines[0]
+    for wrong in ("1 vs 99", "why not"):
+        with pytest.raises(ConfigError, match="E288"):
+            answer(wrong, lock)
+    assert not is_question("E203")
