@@ -68,8 +68,13 @@ class Place:
 def described_attention(
     query: Tensor, key: Tensor, value: Tensor, kind: Kind, *, dropout_p: float, scale: float | None
 ) -> Tensor:
-    """Attention whose mask is said in words; only inside of a `ContextScope`, which computes it."""
-    assert has_torch_function((query, key, value)), "attention over ranks outside of a context-parallel step"
+    """Attention whose mask is said in words; only inside of a `ContextScope`, which computes it (E255)."""
+    if not has_torch_function((query, key, value)):
+        raise PlanError(
+            "E255",
+            "plan.cp > 1: a model of transformers was called outside of model.step() and job.evaluate(), where nothing "
+            "cuts its sequences. Call one of them, with a loss that returns (sum, count), or set plan.cp=1.",
+        )
     return handle_torch_function(
         described_attention, (query, key, value), query, key, value, kind, dropout_p=dropout_p, scale=scale
     )

@@ -492,8 +492,9 @@ CATALOGUE = (
     CodeEntry(
         "E255",
         "a key that is not built together with plan.cp",
-        "Context parallelism cuts the sequences of a batch over ranks, and some other key does not know that yet.",
-        "Leave the other key out, or set plan.cp = 1.",
+        "Context parallelism cuts the sequences of a batch over ranks, and some other key, or a loop of your own with "
+        "model.accumulate(), does not know that yet.",
+        "Leave the other key out, call model.step(batch) in loops of your own, or set plan.cp = 1.",
     ),
     CodeEntry(
         "E260",

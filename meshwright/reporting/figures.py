@@ -84,13 +84,13 @@ def memory(data: RunData) -> Figure | Missing:
     if data.result is None:
         return Missing(anchor, title, _no_result())
     if not isinstance(ledger, Mapping):
-        return Missing(anchor, title, "no ledger is kept under tp, cp and pp, or in this run's version.")
+        return Missing(anchor, title, "no ledger is kept under tp, cp and pp.")
     predicted, measured = ledger["predicted"], ledger["measured"]
     names = [name for name in predicted if predicted.get(name) or measured.get(name)]
     rows = [(name, predicted.get(name), measured.get(name)) for name in names]
     groups = {
         name: [
-            Bar(kind, float(value), f"{kind} {_mib(value)}")
+            Bar(kind, float(value), f"{kind} {_bytes(value)}")
             for kind, value in (("predicted", before), ("measured", after))
             if value is not None
         ]
@@ -128,7 +128,7 @@ def peaks(data: RunData) -> Figure | Missing:
         title,
         "What each process (on a GPU: its allocator) held at most; one bar much longer than the others is a rank that "
         "runs out of memory first.",
-        bars({name: [Bar("measured", float(value), _mib(value))] for name, value in rows}, label=title),
+        bars({name: [Bar("measured", float(value), _bytes(value))] for name, value in rows}, label=title),
         ("rank", "bytes"),
         tuple(rows),
         num_marks=len(rows),
@@ -234,7 +234,9 @@ def communication(data: RunData) -> Figure | Missing:
         return Missing(anchor, title, "this run asked nothing of the network.")
     rows = tuple((e["group"], e["operation"], e["calls"], e["bytes"]) for e in entries)
     groups = {
-        f"{group} · {operation}": [Bar("measured", float(size), f"{_mib(size)} in {calls:,} calls")]
+        f"{group} · {operation}": [
+            Bar("measured", float(size), f"{_bytes(size)} in {calls:,} call{'s' if calls != 1 else ''}")
+        ]
         for group, operation, calls, size in rows
     }
     return Figure(
@@ -400,5 +402,7 @@ def _no_result() -> str:
     )
 
 
-def _mib(value: float) -> str:
+def _bytes(value: float) -> str:
+    if value < 1024:
+        return f"{value:,.0f} bytes"
     return f"{value / _MIB:,.2f} MiB" if value >= _MIB / 10 else f"{value / 1024:,.1f} KiB"

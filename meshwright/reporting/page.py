@@ -31,7 +31,7 @@ nav a { margin-right: .8rem; } a { color: var(--measured); }
 .verdict { font-size: 1.15rem; overflow-wrap: anywhere; }
 .runs { display: grid; gap: 2rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .run { min-width: 0; }
-.row { display: grid; align-items: start; gap: 1.5rem;
+.row { display: grid; align-items: start; gap: 0 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); }
 section { min-width: 0; margin: 1.2rem 0; break-inside: avoid; }
 .help, .missing { color: var(--soft); margin: 0 0 .6rem; font-size: .9rem; overflow-wrap: anywhere; }

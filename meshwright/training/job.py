@@ -113,12 +113,6 @@ class Job:
                 f"plan.pp = {config.plan.pp} is not built for loops of your own. Train by a run file (meshwright train "
                 f"run.toml), or set plan.pp=1.",
             )
-        if config.plan.cp > 1:
-            raise PlanError(
-                "E255",
-                f"plan.cp = {config.plan.cp} is not built for loops of your own. Train by a run file (meshwright train "
-                f"run.toml), or set plan.cp=1.",
-            )
         self.device = choose_device(config, world)
         self._plan = self._plan_for(world.size, None)
         log = CommLog(world.rank, world.size, self._files.ring(world.rank))
@@ -133,8 +127,7 @@ class Job:
         self._stack.callback(mesh.close)
         for text in mesh.warnings:
             self._console.line(text)
-        self._group = mesh.group("dp")
-        self._everyone = mesh.data_groups().everyone
+        self._groups = mesh.data_groups()
         rules = LoopRules(config.train.seed, config.train.dropout, config.train.clip_norm)
         self._site = Site(self._plan, mesh, rules)
         self._checkpoints = JobCheckpoints(self.run_dir, self._plan, self._position, say=self._console.line)
@@ -242,8 +235,8 @@ class Job:
         geometry = BatchGeometry(
             global_batch,
             plan.num_microbatches,
-            self._group.size,
-            self._group.index,
+            self._groups.num_readers,
+            self._groups.reader_index,
             first_sample=position.samples - position.step * global_batch,
         )
         reader = Batches(dataset, geometry, seed=self.config.train.seed, shuffle=shuffle)
@@ -316,11 +309,11 @@ class Job:
 
     def barrier(self) -> None:
         """Return once every rank has come here."""
-        ops.barrier(self._everyone, cause="barrier of the script")
+        ops.barrier(self._groups.everyone, cause="barrier of the script")
 
     def mean(self, value: float | Tensor) -> float:
         """Mean over ranks of one number of each; every rank calls."""
-        numbers = gather_numbers(_number(value), self._group, self.device)
+        numbers = gather_numbers(_number(value), self._groups.all, self.device)
         return sum(numbers) / len(numbers)
 
     def evaluate(self, model: ShardedModel, dataset: MapStyle, *, samples: int = 512) -> float:
@@ -331,9 +324,8 @@ class Job:
             dataset: held-out samples, map style.
             samples: how many, over all ranks.
         """
-        batches = heldout_batches(
-            dataset, samples, batch_size=64, dp_size=self._group.size, dp_rank=self._group.index
-        )
+        readers, index = self._groups.num_readers, self._groups.reader_index
+        batches = heldout_batches(dataset, samples, batch_size=64, dp_size=readers, dp_rank=index)
         moved = (self.to_device(batch) for batch in batches)
         return evaluate(model.state.engine, moved, loss=model.loss)
 

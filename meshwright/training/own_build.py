@@ -15,7 +15,7 @@ import torch
 from meshwright.adapt import registry
 from meshwright.comm.mesh import Mesh
 from meshwright.layout.plan import TrainPlan
-from meshwright.training.assemble import shard_model
+from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.initialise import call_build, first_values
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
@@ -62,14 +62,15 @@ def build_model(
     module = call_build(build)
     to_master(module, plan.precision)
     initialiser = first_values(build, module, rules.seed)
-    group = mesh.group("dp")
-    texts = registry.warnings_of(module, dropout_kind=rules.dropout, num_ranks=group.size, num_microbatches=1)
+    groups = mesh.data_groups()
+    workers = groups.num_workers
+    texts = registry.warnings_of(module, dropout_kind=rules.dropout, num_ranks=workers, num_microbatches=1)
     for text in [*warnings_of(plan, mesh.device), *texts]:
         say(text)
     engine = shard_model(
         module,
         plan,
-        mesh.data_groups(),
+        groups,
         device=mesh.device,
         initialiser=initialiser,
         dropout=rules.dropout,
@@ -77,4 +78,5 @@ def build_model(
     # Optimizers come later, and each is tied to the model by its hooks.
     scale = LossScale() if plan.precision == "fp16" else None
     state = TrainState(engine, ShardedOptimizer(OptimizerSpec(), []), loss_scale=scale)
-    return ShardedModel(state, rules=rules, loss=loss, siblings=siblings)
+    context = context_scope(plan, groups)
+    return ShardedModel(state, rules=rules, loss=loss, siblings=siblings, context=context)

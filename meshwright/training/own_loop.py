@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.adapt.context_parallel import ContextScope, in_context
 from meshwright.data.index_law import BatchGeometry
-from meshwright.errors import LoopError, NumericsError
+from meshwright.errors import LoopError, NumericsError, PlanError
 from meshwright.nested import tensors_in
 from meshwright.sharding.engine import ShardParameter
 from meshwright.training.nonfinite import explain_not_finite
@@ -41,6 +42,7 @@ from meshwright.training.own_step import (
 )
 from meshwright.training.plain_state import load_plain_state, stream_state
 from meshwright.training.randomness import stateless_randomness
+from meshwright.training.sequences import over_sequences
 from meshwright.training.state import TrainState
 from meshwright.training.step import (
     Agreed,
@@ -78,6 +80,7 @@ class ShardedModel:
         rules: LoopRules,
         loss: Callable[[Any, Any], Any] | None,
         siblings: list[ShardedModel],
+        context: ContextScope | None = None,
     ) -> None:
         self.state = state
         self.module: nn.Module = state.engine.model
@@ -86,7 +89,8 @@ class ShardedModel:
         self.optimizers: list[torch.optim.Optimizer] = []
         self._engine = state.engine
         self.rules = rules
-        self._user_loss = loss
+        self._user_loss = loss if loss is None or context is None else over_sequences(loss, context)
+        self._context = context
         self._loss: Loss | None = None
         self._siblings = siblings
         self._block: OpenStep | None = None
@@ -181,7 +185,8 @@ class ShardedModel:
         """Forward and backward of a step, accumulation included; `step()` of the optimizer follows.
 
         Args:
-            batch: of `job.batches`; or any batch: this rank's samples of the one micro-step, as many on every rank.
+            batch: of `job.batches`; or any batch: this rank's samples of the one micro-step, as many on every rank;
+                ranks that share sequences (plan.cp) give the same ones, whole.
 
         Returns:
             The loss: global sum / global count, the same on every rank.
@@ -192,10 +197,10 @@ class ShardedModel:
             LoopError: E701, E703 for a call at the wrong time.
         """
         self._begin()
-        group = self._engine.group
+        groups, context = self._engine.groups, self._context
         if not isinstance(batch, StepBatch):
-            rows = leading_size(batch) or 1
-            geometry = BatchGeometry(rows * group.size, dp_size=group.size, dp_rank=group.index)
+            rows, readers = leading_size(batch) or 1, groups.num_readers
+            geometry = BatchGeometry(rows * readers, dp_size=readers, dp_rank=groups.reader_index)
             batch = StepBatch(geometry, partial(_whole, batch))
         if self.rules.dropout == "stateless":
             self.state.randomness = stateless_randomness(
@@ -203,7 +208,10 @@ class ShardedModel:
                 seed=self.rules.seed,
                 must_agree=self._must_agree,
                 region=self._engine.region,
+                sequence=None if context is None else context.region,
             )
+        if context is not None:
+            self.state.randomness = in_context(context, self.state.randomness)
         if self._loss is None:
             self._loss = checked_loss(self._engine, self.loss, batch.trial())
             if self.state.loss_scale is not None:
@@ -245,10 +253,17 @@ class ShardedModel:
         Raises:
             LoopError: E701 inside another block, E702 when another number of calls came, E703 when the gradients of the
                 step before were never used.
+            PlanError: E255 with plan.cp.
         """
         if num_microbatches < 1 or backwards < 1:
             raise LoopError(
                 "E702", f"accumulate({num_microbatches}, backwards={backwards}): both are 1 or more"
+            )
+        if self._context is not None:
+            raise PlanError(
+                "E255",
+                f"plan.cp = {self._context.group.size} with model.accumulate() is not built: nothing cuts a batch "
+                f"there. Give build a loss that returns (sum, count) and call model.step(batch), or set plan.cp=1.",
             )
         self._begin()
         step = OpenStep(self.state, self.rules, num_microbatches=num_microbatches, backwards=backwards)

@@ -50,7 +50,14 @@ def over_sequences(loss: Loss, scope: ContextScope) -> Loss:
         cut = cut_sequence(length, scope.group.size, scope.kind)
         part, place = cut_batch(batch, cut, scope.group.index)
         with scope.forward(place):
-            total, count = loss(model, part)
+            found = loss(model, part)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise PlanError(
+                "E251",
+                f"plan.cp cuts sequences, and the loss returned {type(found).__name__}: a mean over a part of a "
+                f"sequence is none over the whole. Return (sum, count) over positions, or set plan.cp=1.",
+            )
+        total, count = found
         _check_count(part, count)
         return total, count
 

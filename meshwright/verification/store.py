@@ -138,7 +138,9 @@ class Positions:
         """What of `whole` corresponds to what of `piece` is no padding."""
         known = [place for place in self.places if place < self.length]
         ours = [number for number, place in enumerate(self.places) if place < self.length]
-        return np.take(whole, known, self.dim), piece.index_select(self.dim, torch.tensor(ours))
+        # Typed, for a piece may be all padding.
+        chosen = torch.tensor(ours, dtype=torch.int64)
+        return np.take(whole, np.array(known, dtype=np.int64), self.dim), piece.index_select(self.dim, chosen)
 
 
 @dataclass

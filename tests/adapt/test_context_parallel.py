@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.adapt.context_hf import describe_mask
-from meshwright.adapt.context_parallel import ContextScope, Kind, Place, check_model
+from meshwright.adapt.context_parallel import ContextScope, Kind, Place, check_model, described_attention
 from meshwright.adapt.dropout import attention_draw
 from meshwright.comm.log import CommLog
 from meshwright.comm.ops import Group
@@ -91,3 +91,12 @@ def test_masks_of_transformers_are_read_or_refused() -> None:
             describe_mask(function)
         assert caught.value.code == "E250"
         assert f"the mask {name} of transformers is not built over ranks" in caught.value.message
+
+
+def test_a_transformers_model_outside_of_a_step_is_refused() -> None:
+    """Its attention is over ranks, and nothing has cut the sequence."""
+    x = torch.zeros(1, 1, 2, 2)
+    with pytest.raises(PlanError) as caught:
+        described_attention(x, x, x, Kind(is_causal=True), dropout_p=0.0, scale=None)
+    assert caught.value.code == "E255"
+    assert "was called outside of model.step() and job.evaluate()" in caught.value.message

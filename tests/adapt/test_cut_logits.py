@@ -81,4 +81,5 @@ def _check(mesh, sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_loss_is_that_of_whole_logits(ranks, size: int) -> None:
+    """pitfall: the loss of gathered logits is too large by log(tp)."""
     ranks.run(_check, size, SIZES[size])

@@ -84,6 +84,7 @@ def _cross_entropy(mesh, sizes, terms: LossTerms) -> None:
     ],
 )
 def test_cross_entropy(ranks, size: int, terms: LossTerms) -> None:
+    """pitfalls: label smoothing over a rank's part alone; a vocabulary that ranks do not divide, padded."""
     ranks.run(_cross_entropy, size, CHUNKS[size], terms)
 
 

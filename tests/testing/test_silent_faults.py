@@ -165,5 +165,6 @@ def test_a_fault_of_tensor_parallelism_is_caught_and_named(runner):
 
 def test_a_fault_of_sequence_parallelism_is_caught_and_named(runner):
     case = Case("gpt without dropout", "zero1", 1, 1, "adamw", tp=2, cuts_tokens=True)
+    # pitfall: gradients of norms that nobody sums over the ranks of the sequence.
     trial = runner.trial("partial_gradients_not_summed", case, seed=1)
     assert trial.is_right, trial.describe()

@@ -1,9 +1,10 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from meshwright.verification.store import Comparer, Recorder
+from meshwright.verification.store import Comparer, Positions, Recorder
 from meshwright.verification.tensors import NOISE_FACTOR, Noise, tolerance
 
 BARE = tolerance("fp64", Noise())
@@ -129,3 +130,13 @@ def test_limits_rise_with_measured_noise():
     noisy = tolerance("fp32", Noise(norm=1e-4, element=2e-4, module=1e-3))
     assert (noisy.norm, noisy.element) == (NOISE_FACTOR * 1e-4, NOISE_FACTOR * 2e-4)
     assert noisy.module == NOISE_FACTOR * 1e-3
+
+
+def test_a_piece_of_a_sequence_is_compared_without_its_padding() -> None:
+    """Of the last rank of a short sequence nothing may be left."""
+    whole = np.arange(6.0).reshape(1, 3, 2)
+    piece = torch.full((1, 2, 2), -1.0)
+    expected, found = Positions(1, (2, 3), 3, 0, 2).of(whole, piece)
+    assert (expected.tolist(), found.tolist()) == ([[[4.0, 5.0]]], [[[-1.0, -1.0]]])
+    expected, found = Positions(1, (4, 5), 3, 1, 2).of(whole, piece)
+    assert (expected.shape, tuple(found.shape)) == ((1, 0, 2), (1, 0, 2))
