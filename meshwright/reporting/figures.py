@@ -341,7 +341,7 @@ def verification(data: RunData) -> Figure | Missing:
     rows = tuple(
         (
             check["name"],
-            "equal" if check["ok"] else f"{check['wrong']} wrong",
+            _judged(check),
             check["compared"],
             check["worst_relative"],
             check["first_wrong"] or "",
@@ -353,7 +353,7 @@ def verification(data: RunData) -> Figure | Missing:
             Bar(
                 "measured" if check["ok"] else "wrong",
                 float(check["compared"]),
-                f"{'✓' if check['ok'] else '✗'} {check['compared']:,} compared, worst {check['worst_relative']:.1e}",
+                _found(check),
             )
         ]
         for check in checks
@@ -362,12 +362,25 @@ def verification(data: RunData) -> Figure | Missing:
         anchor,
         title,
         f"{found['candidate']} against {found['reference']} ({found['model']}): a bar a check, as long as the number "
-        "of things compared; red ones found a difference.",
+        "of things compared; orange ones found a difference.",
         bars(groups, label=title),
         ("check", "result", "compared", "worst relative difference", "first wrong"),
         rows,
         num_marks=len(rows),
     )
+
+
+def _judged(check: Mapping[str, Any]) -> str:
+    if not check["ok"]:
+        return f"{check['wrong']} wrong"
+    return "equal" if check["compared"] else "nothing to compare"
+
+
+def _found(check: Mapping[str, Any]) -> str:
+    if check["ok"] and not check["compared"]:
+        return _judged(check)
+    mark = "✓" if check["ok"] else "✗"
+    return f"{mark} {check['compared']:,} compared, worst {check['worst_relative']:.1e}"
 
 
 def configuration(data: RunData) -> Figure | Missing:

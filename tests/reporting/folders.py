@@ -45,6 +45,7 @@ RESULT: dict[str, Any] = {
 }
 CHECKS = [
     {"name": "loss", "ok": True, "compared": 3, "wrong": 0, "worst_relative": 0.0, "first_wrong": None},
+    {"name": "ties", "ok": True, "compared": 0, "wrong": 0, "worst_relative": 0.0, "first_wrong": None},
     {
         "name": "gradients",
         "ok": False,

@@ -148,6 +148,17 @@ def test_a_result_of_verify_is_of_the_plan_that_was_verified(folder):
     assert read_run(folder).verified is None
 
 
+def test_a_check_that_compared_nothing_passes_for_none(page):
+    found = page.sections["verify"]
+    assert [row[:3] for row in found.rows] == [
+        ["loss", "equal", "3"],
+        ["ties", "nothing to compare", "0"],
+        ["gradients", "2 wrong", "9"],
+    ]
+    assert found.text.count("✓ ") == 2  # in the picture and in its title
+    assert found.text.count("✗ ") == 2
+
+
 def test_texts_of_a_run_are_no_markup(folder):
     data = dataclasses.replace(read_run(folder), path=folder / "<b>&amp;")
     text = as_page([data])
