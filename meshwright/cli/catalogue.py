@@ -650,8 +650,8 @@ CATALOGUE = (
     ),
     CodeEntry(
         "E289",
-        "a plan file that is missing or stale",
-        "plan.lock.json says which model, batch and cluster it was made for; it is refused for others.",
+        "a plan file that is missing or of another version",
+        "Questions about plans are answered from plan.lock.json, which `meshwright plan` writes.",
         "Run `meshwright plan` again.",
     ),
     CodeEntry(

@@ -1,6 +1,6 @@
-"""plan.lock.json: the plans of a search with what they were made for, so that a stale one is refused.
+"""plan.lock.json: the plans of a search with what they were made for.
 
-Owns the file's form. The fingerprint covers what a plan depends on: the model's shape, the batch, the cluster.
+Owns the file's form. The fingerprint is of the model's shape and the length of sequences.
 """
 
 from __future__ import annotations
@@ -97,22 +97,3 @@ def read_lock(path: Path) -> dict[str, object]:
             "E289", f"{path} is no plan of this version (format {_FORMAT}); run `meshwright plan` again"
         )
     return value
-
-
-def check_fresh(lock: dict[str, object], request: Request, *, path: Path) -> None:
-    """Refuse a plan that was made for something else.
-
-    Raises:
-        ConfigError: E289 naming what differs.
-    """
-    now = {
-        "fingerprint": model_fingerprint(request.work),
-        "global_batch": request.work.global_batch,
-        "cluster": _cluster_value(request.cluster),
-    }
-    for key, value in now.items():
-        if lock.get(key) != value:
-            raise ConfigError(
-                "E289",
-                f"{path} is stale: its {key} is {lock.get(key)}, now {value}; run `meshwright plan` again",
-            )

@@ -294,3 +294,14 @@ def test_lesson_12_races_a_planner(run_lesson):
     assert re.search(r"worse in [1-9]\d* of 200, at worst 1\.\d\d times", output)
     assert "100 of 100 equal" in output
     assert "stage 1   blocks   1 to 3   devices 3" in output
+
+
+def test_lesson_11_composes_meshes(run_lesson):
+    output = run_lesson(11)
+    assert "rank 6: pp 1 dp 1 tp 0" in output
+    assert "[(0, 4), (1, 5), (2, 6), (3, 7)]" in output
+    times = {axis: float(seconds) for axis, seconds in re.findall(r"(\w+=\d+) +([\d.]+) s", output)}
+    best = float(re.search(r"the fastest: .*, ([\d.]+) s", output)[1])
+    assert len(times) == 4
+    assert min(times.values()) >= best
+    assert times["tp=16"] > 1.2 * times["tp=8"]

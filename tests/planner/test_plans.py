@@ -7,7 +7,7 @@ import pytest
 from meshwright.errors import ConfigError, DoesNotFitError, PlanError
 from meshwright.planner.compare import answer, is_question, layout_from
 from meshwright.planner.cost import cost_of, parse_tokens
-from meshwright.planner.lock import check_fresh, read_lock, save_lock
+from meshwright.planner.lock import read_lock, save_lock
 from meshwright.planner.plans import make_plans
 from meshwright.planner.request import make_request
 from meshwright.planner.scaling import parse_range, scale, still_pays
@@ -102,16 +102,13 @@ def test_stages_are_cut_so_that_the_head_counts():
     assert stage_cuts(request, Layout(dp=3072)) == ()
 
 
-def test_a_lock_file_comes_back_and_is_refused_where_it_is_stale(tmp_path):
+def test_a_lock_file_comes_back_and_answers_questions(tmp_path):
     path = tmp_path / "plan.lock.json"
     found = make_plans(ask("16xa100-40"))
     save_lock(path, found, source="llama-3.1-8b")
     lock = read_lock(path)
-    check_fresh(lock, ask("16xa100-40"), path=path)
     for entry, plan in zip(lock["plans"], found.plans, strict=True):
         assert layout_from(entry) == plan.layout
-    with pytest.raises(ConfigError, match=r"E289 .*stale: its cluster"):
-        check_fresh(lock, ask("32xa100-40"), path=path)
     path.write_text(json.dumps({**lock, "format": 0}))
     with pytest.raises(ConfigError, match="E289"):
         read_lock(path)
