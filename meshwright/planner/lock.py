@@ -13,7 +13,6 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.planner.plans import Plans
-from meshwright.planner.request import Request
 from meshwright.planner.stages import stage_cuts
 from meshwright.presets import find_machine
 from meshwright.presets.models import ModelPreset
