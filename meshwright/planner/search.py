@@ -121,6 +121,9 @@ class _Search:
         """All groups in the order of their bounds, up to the first that cannot matter."""
         request = self._request
         found = groups(request, self._rejected, every=self._trainable)
+        if self._trainable:
+            # What stands in the way of 1F1B without sharing stands in the way of all of a group.
+            found = (group for group in found if not why_not_trainable(request.work, group.start))
         bounded = sorted(((self._bound(group), group) for group in found), key=lambda pair: pair[0])
         for at, (bound, group) in enumerate(bounded):
             if self._is_out(bound) or (first and self._best is not None):
