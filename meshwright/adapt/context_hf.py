@@ -22,19 +22,26 @@ NAME = "meshwright_context"
 _CHANGES = ("position_bias", "softcap", "s_aux", "head_mask", "alibi", "score_mod", "block_mask")
 
 
+def models_in(model: nn.Module) -> list[Any]:
+    """The transformers models in `model`, itself included."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
 def install(model: nn.Module) -> Callable[[], None]:
     """Give the transformers models in `model` our attention; returns what undoes it.
 
     Raises:
         PlanError: E254 for a model of an encoder and a decoder.
     """
-    if "transformers" not in sys.modules:
-        return _nothing
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-
-    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    found = models_in(model)
     if not found:
         return _nothing
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     for module in found:
         if module.config.is_encoder_decoder:
             raise PlanError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +78,16 @@ class Subject:
         loss: (model, batch) -> (sum, count).
         batch: one rank's micro-batch.
         plan: its recomputation and precision.
+        around: entered around forward and backward.
+        whole: the micro-batch before sequences were cut over ranks (`slices.py`); None: they are whole.
     """
 
     model: nn.Module
     loss: Loss
     batch: Any
     plan: TrainPlan
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    whole: Subject | None = None
 
 
 def subject_of(task: Task, plan: TrainPlan) -> Subject:
@@ -109,7 +113,7 @@ def count_activations(subject: Subject, *, schedules: Mapping[str, Span] | None 
         for name, parameter in twin.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
-        with LiveBytes(known, label=phase.label, mark=phase.where) as meter:
+        with subject.around(), LiveBytes(known, label=phase.label, mark=phase.where) as meter:
             total, _ = subject.loss(twin, batch)
             kept = meter.total
             if total.requires_grad:
@@ -124,7 +128,7 @@ def executed_flops(subject: Subject, *, schedules: Mapping[str, Span] | None = N
     # A run of its own: torch's counter keeps tensors longer than the run does.
     with _twin(subject) as (twin, batch, _):
         install_recompute(twin, subject.plan.recompute, schedules=schedules)
-        with counting_flops() as flops:
+        with subject.around(), counting_flops() as flops:
             total, _ = subject.loss(twin, batch)
             if total.requires_grad:
                 total.backward()

@@ -36,6 +36,7 @@ from meshwright.sharding.engine import ShardingEngine, plan_units
 from meshwright.training.activations import Phase, Subject, count_activations, executed_flops, reason_of
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.precision import COMPUTE_DTYPES
+from meshwright.training.slices import on_slice
 from meshwright.training.tree import rows_of
 
 CATEGORIES = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "communication")
@@ -138,7 +139,7 @@ def _state_bytes(
     plan = subject.plan
     # An asynchronous worker's engine is of the rank alone, and servers have the optimizer.
     policy = plan.policy if plan.staleness is None else find_policy("ddp")
-    shards = plan.mesh.size("dp_shard") if policy.shards_optimizer else plan.mesh.dp
+    shards = (plan.mesh.size("dp_shard") if policy.shards_optimizer else plan.mesh.dp) * plan.mesh.size("cp")
     shards = shards + plan.servers if plan.staleness is None else 1
     units = plan_units(
         subject.model,
@@ -281,6 +282,6 @@ def possible_changes(subject: Subject, spec: OptimizerSpec) -> list[tuple[str, L
 
 def _half(subject: Subject) -> Subject:
     size = subject.plan.micro_batch // 2
-    return replace(
-        subject, batch=rows_of(subject.batch, slice(0, size)), plan=replace(subject.plan, micro_batch=size)
-    )
+    whole = subject if subject.whole is None else subject.whole
+    plan = replace(subject.plan, micro_batch=size)
+    return on_slice(replace(whole, batch=rows_of(whole.batch, slice(0, size)), plan=plan))

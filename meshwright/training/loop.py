@@ -60,6 +60,7 @@ from meshwright.training.randomness import StatelessDraws
 from meshwright.training.result_file import RESULT_FILE, write_result
 from meshwright.training.run_ledger import RunLedger
 from meshwright.training.sequences import cutter, over_sequences, padding_warning
+from meshwright.training.slices import on_slice
 from meshwright.training.stages import Pipeline, evaluated, make_pipeline
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
@@ -179,11 +180,13 @@ class Run:
         )
 
     def _predict(self, world: World) -> RunLedger | None:
-        """The ledger of the first rank, which also refuses what cannot fit; none is known with tp and cp."""
-        if not self.is_first or self.groups.model is not None or self.context is not None:
+        """The ledger of the first rank, which also refuses what cannot fit; none is known with tp."""
+        if not self.is_first or self.groups.model is not None:
             return None
         usable = usable_bytes(self.device, local_size=world.local_size)
-        return RunLedger(self.subject, self._optimizer_spec(), schedules=self.schedules, usable=usable)
+        return RunLedger(
+            on_slice(self.subject), self._optimizer_spec(), schedules=self.schedules, usable=usable
+        )
 
     def _optimizer_spec(self) -> OptimizerSpec:
         return spec_of(self.config.train.optimizer)

@@ -46,7 +46,7 @@ def over_sequences(loss: Loss, scope: ContextScope) -> Loss:
     """
 
     def on_part(model: Any, batch: Any) -> tuple[Tensor, Any]:
-        length = _length(batch)
+        length = length_of(batch)
         cut = cut_sequence(length, scope.group.size, scope.kind)
         part, place = cut_batch(batch, cut, scope.group.index)
         with scope.forward(place):
@@ -68,7 +68,7 @@ def cutter(scope: ContextScope) -> Callable[[Any], tuple[Any, Callable[[], Abstr
     """For a model in stages: a batch -> this rank's part of its sequences, and what is entered around each forward."""
 
     def cut(batch: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
-        found = cut_sequence(_length(batch), scope.group.size, scope.kind)
+        found = cut_sequence(length_of(batch), scope.group.size, scope.kind)
         part, place = cut_batch(batch, found, scope.group.index)
         return part, lambda: scope.forward(place)
 
@@ -118,7 +118,8 @@ def _key(batch: Any) -> str:
     )
 
 
-def _length(batch: Any) -> int:
+def length_of(batch: Any) -> int:
+    """Positions of each sequence of a batch."""
     return int(batch[_key(batch)].shape[1])
 
 

@@ -24,7 +24,7 @@ def _possible(cases: list[Case], size: int) -> list[Case]:
     return [case for case in cases if case.kind != "2d" or factors(size)[0] > 1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4, *(pytest.param(size, marks=pytest.mark.parity) for size in (1, 3))])
 def test_output_and_gradients_are_those_of_one_device(ranks, size) -> None:
     cases = _possible([Case(**case) for case in pairwise(FACTORS)], size)
     cases += [

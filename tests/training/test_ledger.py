@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.adapt.context_parallel import in_context
 from meshwright.capture.capture import capture
+from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import DataGroups
 from meshwright.errors import DoesNotFitError, PlanError
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.layout.recompute import parse_recompute
-from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.models import GPT, GPTConfig, Llama, LlamaConfig, language_model_loss
 from meshwright.partitioning.checkpointing import cost_of, forwards_of
 from meshwright.presets import find_model, matmul_flops_per_token
 from meshwright.training.activations import (
@@ -25,7 +27,7 @@ from meshwright.training.activations import (
     executed_flops,
     layer_costs,
 )
-from meshwright.training.assemble import shard_model
+from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.flops import counting_flops
 from meshwright.training.ledger import (
     ActivationMeter,
@@ -37,6 +39,8 @@ from meshwright.training.ledger import (
     recompute_share,
 )
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
+from meshwright.training.sequences import over_sequences
+from meshwright.training.slices import on_slice
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 
@@ -97,6 +101,61 @@ def test_predicted_is_measured(ranks, zero: int, precision: str, recompute: str)
         for name, value in ledger.predicted.items():
             assert measured[name] == pytest.approx(value, rel=0.02, abs=64), (name, ledger.line())
         assert ledger.predicted["logits"] > 0 or recompute != "none"
+
+
+def make_llama() -> Llama:
+    torch.manual_seed(0)
+    sizes = {"num_layers": 4, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96}
+    return Llama(LlamaConfig(vocab_size=VOCAB, max_seq_len=SEQ, **sizes))
+
+
+def _measured_on_slices(mesh, subject: Subject) -> tuple[Ledger, dict[str, int]]:
+    plan = subject.plan
+    mesh = Mesh(plan.mesh, mesh.world, log=mesh.log, device=torch.device("cpu"))
+    groups, spec = mesh.data_groups(), OptimizerSpec()
+    ledger = predict_ledger(on_slice(subject), spec, index=groups.all.index)
+    engine = shard_model(subject.model, plan, groups, device=mesh.device, initialiser=None, dropout="native")
+    ledger = ledger.without_gathered() if engine.gathers_in_place else ledger
+    state = TrainState(engine, ShardedOptimizer(spec, engine.shards))
+    scope = context_scope(plan, groups)
+    assert scope is not None
+    loss, meter = over_sequences(subject.loss, scope), ActivationMeter(subject.model)
+    for step in range(2):
+        around = meter.around if step else lambda inner: inner
+        state.randomness = in_context(scope, lambda _step, _microbatch, around=around: around(nullcontext()))
+        train_step(state, lambda _: subject.batch, loss=loss, num_microbatches=1, lr=1e-3, clip_norm=None)
+    assert meter.held is not None
+    return ledger, {**measured_state(engine, state.optimizer, offload=False), **meter.held}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "zero", "recompute"),
+    [
+        pytest.param(make_gpt, "ring", 3, "full", marks=pytest.mark.parity),
+        (make_llama, "ring", 1, "none"),
+        pytest.param(make_gpt, "ulysses", 0, "none", marks=pytest.mark.parity),
+        pytest.param(make_llama, "allgather", 2, "full", marks=pytest.mark.parity),
+    ],
+)
+def test_a_slice_of_each_sequence_is_predicted(ranks, make, kind: str, zero: int, recompute: str) -> None:
+    request = PlanRequest(
+        policy=zero,
+        recompute=parse_recompute(recompute),
+        precision="fp32",
+        micro_batch=BATCH,
+        cp=2,
+        cp_kind=kind,
+    )
+    subject = make_subject()
+    plan = make_plan(request, world_size=2, global_batch=BATCH)
+    model = make(0.0) if make is make_gpt else make()
+    subject = replace(subject, model=model, plan=plan)
+    for ledger, measured in ranks.run(_measured_on_slices, 2, subject):
+        assert ledger.predicted["activations"] > 0
+        for name, value in ledger.predicted.items():
+            assert measured[name] == pytest.approx(value, rel=0.05, abs=64), (name, ledger.line(), measured)
+    whole = predict_ledger(subject, OptimizerSpec())
+    assert ledger.predicted["logits"] <= 0.6 * whole.predicted["logits"]
 
 
 def test_recomputation_keeps_less_and_executes_more() -> None:
