@@ -4,7 +4,7 @@ One process and all kinds run in the same processes in turn, over Gloo and share
 `limit` computes what zigzag ring attention computes and sends nothing. Bars: 1.55 x one process over Gloo, 1.65 x with
 shared memory.
 
-    python benchmarks/context.py [2048 8192] [--rounds 5] [--inner N] [--json FILE]      3 minutes on 2 cores
+    python benchmarks/context.py [2048 8192] [--rounds N] [--inner N] [--json FILE]      3 minutes on 2 cores
     python benchmarks/context.py --tiny                 a smoke run of seconds
 """
 
@@ -39,6 +39,7 @@ KINDS: tuple[tuple[CpKind, bool], ...] = (
     ("allgather", True),
     ("ulysses", False),
 )
+LONG = 8192
 BARS = {"gloo": 1.55, "shm": 1.65}
 SINGLE, LIMIT = "one process", "limit: ring zigzag, nothing sent"
 
@@ -162,14 +163,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("lengths", nargs="*", type=int, default=[2048, 8192])
     parser.add_argument("--tiny", action="store_true", help="a smoke run")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--inner", type=int, help="steps a timing; by default 1, up to 4 for shorter sequences")
+    parser.add_argument("--rounds", type=int, help="by default 7, 3 for sequences of 8192 and more")
+    parser.add_argument(
+        "--inner", type=int, help="steps a timing; by default 2, 1 for sequences of 8192 and more"
+    )
     parser.add_argument("--json", type=Path, help="a file for all figures")
     given = parser.parse_args()
     results = []
     for length in [64] if given.tiny else given.lengths:
-        inner = given.inner or max(1, min(4, (8192 // length) ** 2))
-        results.append(launch(compare, RANKS, length, given.rounds, inner, pin=True))
+        rounds, inner = (
+            given.rounds or (7 if length < LONG else 3),
+            given.inner or (2 if length < LONG else 1),
+        )
+        results.append(launch(compare, RANKS, length, rounds, inner, pin=True))
         print(report(results[-1]), flush=True)
     if given.json:
         given.json.write_text(json.dumps(results, indent=1))
