@@ -84,7 +84,7 @@ def memory(data: RunData) -> Figure | Missing:
     if data.result is None:
         return Missing(anchor, title, _no_result())
     if not isinstance(ledger, Mapping):
-        return Missing(anchor, title, "no ledger is kept under tp, cp and pp.")
+        return Missing(anchor, title, "no ledger is kept under tp and pp.")
     predicted, measured = ledger["predicted"], ledger["measured"]
     names = [name for name in predicted if predicted.get(name) or measured.get(name)]
     rows = [(name, predicted.get(name), measured.get(name)) for name in names]
