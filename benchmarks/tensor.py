@@ -78,7 +78,8 @@ def ours(workload: Workload, rank: int, size: int, words: list[str]) -> Step:
     groups = mesh.data_groups()
     if "limit" in words:
         assert groups.model is not None
-        groups = replace(groups, model=replace(groups.model, transport=Own(size)))
+        own = replace(groups.model, transport=Own(size))
+        groups = replace(groups, model=own, tensor=own)
     batch = workload.batch(0)
     samples = [{key: value[number] for key, value in batch.items()} for number in range(workload.samples)]
     engine = shard_model(
