@@ -65,7 +65,7 @@ with meshwright.job(plan, precision="fp64", seed=4, watchdog=watchdog, out="out"
     if job.is_first:
         print(f"held out {held_out:.12f}")
         if job.world_size > 1:
-            print("transport", job._group.transport.name)
+            print("transport", job._groups.all.transport.name)
 """
 
 
