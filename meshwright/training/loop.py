@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from meshwright.adapt import registry
-from meshwright.adapt.context_parallel import in_context
 from meshwright.checkpoint.folder import FOLDER_NAME, ResumeFrom
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
@@ -54,14 +53,15 @@ from meshwright.training.metrics import (
 )
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, spec_of
+from meshwright.training.passes import loss_of_rank, surround_passes
 from meshwright.training.planning import plan_of
 from meshwright.training.precision import MASTER_DTYPES, warnings_of
 from meshwright.training.randomness import StatelessDraws
 from meshwright.training.result_file import RESULT_FILE, write_result
 from meshwright.training.run_ledger import RunLedger
-from meshwright.training.sequences import cutter, over_sequences, padding_warning
+from meshwright.training.sequences import cutter, padding_warning
 from meshwright.training.slices import on_slice
-from meshwright.training.stages import Pipeline, evaluated, make_pipeline
+from meshwright.training.stages import Pipeline, make_pipeline
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
 from meshwright.training.task import make_task, model_numbers
@@ -137,9 +137,6 @@ class Run:
         self.group = self.groups.all
         self.task = make_task(config)
         self.context = context_scope(self.plan, self.groups)
-        self.loss = no_samples if self.groups.is_server else self.task.loss
-        if self.context is not None:
-            self.loss = over_sequences(self.loss, self.context)
         self.executor: PipelineExecutor | None = None
         self.subject = subject_of(self.task, self.plan)
         self.schedules = budget_schedules(self.subject)
@@ -148,8 +145,8 @@ class Run:
         self.state = self._make_state()
         if self.pipeline is not None:
             self.state.stages = self.executor = self.pipeline.executor(self.state.engine)
-            self.executor.cut_batch = None if self.context is None else cutter(self.context)
-            self.loss = evaluated(self.executor)
+        own_loss = no_samples if self.groups.is_server else self.task.loss
+        self.loss = loss_of_rank(own_loss, self.context, self.executor)
         if self.ledger is not None:
             self.ledger.meet(self.state)
         self._use_geometry(self._geometry())
@@ -246,6 +243,7 @@ class Run:
     def _use_geometry(self, geometry: BatchGeometry) -> None:
         """Samples and dropout masks by where the global batch of a step begins in the stream."""
         self.batches = Batches(self.task.train_data, geometry, seed=self.config.train.seed)
+        draws = None
         if self.config.train.dropout == "stateless":
             draws = StatelessDraws(
                 geometry,
@@ -254,13 +252,7 @@ class Run:
                 region=self._region(),
                 sequence=None if self.context is None else self.context.region,
             )
-            self.state.randomness = draws.around
-            if self.executor is not None:
-                self.executor.randomness = draws.part
-        if self.executor is not None and self.context is not None:
-            self.executor.inner_scopes = (self.context.entered,)
-        if self.context is not None:
-            self.state.randomness = in_context(self.context, self.state.randomness)
+        surround_passes(self.state, draws, self.context, self.executor)
 
     def _region(self) -> CutRegion | None:
         layout = self.state.engine.tensor_layout

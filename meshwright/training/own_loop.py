@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.adapt.context_parallel import ContextScope, in_context
+from meshwright.adapt.context_parallel import ContextScope
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import LoopError, NumericsError, PlanError
 from meshwright.nested import tensors_in
@@ -40,9 +40,9 @@ from meshwright.training.own_step import (
     StepBatch,
     StepGradients,
 )
+from meshwright.training.passes import loss_of_rank, surround_passes
 from meshwright.training.plain_state import load_plain_state, stream_state
-from meshwright.training.randomness import stateless_randomness
-from meshwright.training.sequences import over_sequences
+from meshwright.training.randomness import StatelessDraws
 from meshwright.training.state import TrainState
 from meshwright.training.step import (
     Agreed,
@@ -89,7 +89,7 @@ class ShardedModel:
         self.optimizers: list[torch.optim.Optimizer] = []
         self._engine = state.engine
         self.rules = rules
-        self._user_loss = loss if loss is None or context is None else over_sequences(loss, context)
+        self._user_loss = None if loss is None else loss_of_rank(loss, context, None)
         self._context = context
         self._loss: Loss | None = None
         self._siblings = siblings
@@ -202,16 +202,16 @@ class ShardedModel:
             rows, readers = leading_size(batch) or 1, groups.num_readers
             geometry = BatchGeometry(rows * readers, dp_size=readers, dp_rank=groups.reader_index)
             batch = StepBatch(geometry, partial(_whole, batch))
+        draws = None
         if self.rules.dropout == "stateless":
-            self.state.randomness = stateless_randomness(
+            draws = StatelessDraws(
                 batch.geometry,
                 seed=self.rules.seed,
                 must_agree=self._must_agree,
                 region=self._engine.region,
                 sequence=None if context is None else context.region,
             )
-        if context is not None:
-            self.state.randomness = in_context(context, self.state.randomness)
+        surround_passes(self.state, draws, context, None)
         if self._loss is None:
             self._loss = checked_loss(self._engine, self.loss, batch.trial())
             if self.state.loss_scale is not None:

@@ -67,15 +67,3 @@ class StatelessDraws:
             num_rows=len(rows),
             total_rows=self.geometry.global_batch // self.geometry.num_microbatches,
         )
-
-
-def stateless_randomness(
-    geometry: BatchGeometry,
-    *,
-    seed: int,
-    must_agree: Callable[[str], None] | None = None,
-    region: CutRegion | None = None,
-    sequence: SequenceRegion | None = None,
-) -> Callable[[int, int], AbstractContextManager[None]]:
-    """For `TrainState.randomness`, see `StatelessDraws`."""
-    return StatelessDraws(geometry, seed=seed, must_agree=must_agree, region=region, sequence=sequence).around

@@ -14,7 +14,8 @@ from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import ShardedOptimizer
 
 
-def _native(_step: int, _microbatch: int) -> AbstractContextManager[None]:
+def native_randomness(_step: int, _microbatch: int) -> AbstractContextManager[None]:
+    """For `TrainState.randomness`: random numbers are torch's."""
     return nullcontext()
 
 
@@ -56,7 +57,7 @@ class TrainState:
     expected_count: float = 1.0
     loss_scale: LossScale | None = None
     stop_requested: bool = False
-    randomness: Callable[[int, int], AbstractContextManager[None]] = _native
+    randomness: Callable[[int, int], AbstractContextManager[None]] = native_randomness
     stages: Stages | None = None
 
     @property

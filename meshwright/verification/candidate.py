@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.adapt.context_parallel import in_context
 from meshwright.adapt.cut_logits import CutLogits
 from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.log import CommLog, ring_path
@@ -39,10 +38,11 @@ from meshwright.training.cut_matrices import cut_matrices
 from meshwright.training.layouts import Example
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import ShardedOptimizer, spec_of
+from meshwright.training.passes import loss_of_rank, surround_passes
 from meshwright.training.precision import MASTER_DTYPES
 from meshwright.training.randomness import StatelessDraws
-from meshwright.training.sequences import cutter, over_sequences
-from meshwright.training.stages import evaluated, make_pipeline
+from meshwright.training.sequences import cutter
+from meshwright.training.stages import make_pipeline
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
 from meshwright.training.task import Task
@@ -145,6 +145,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
     state = TrainState(engine, ShardedOptimizer(spec, engine.shards, cut_matrices(engine)))
     executor = None if pipeline is None else pipeline.executor(engine)
     state.stages = executor
+    draws = None
     if kind == "stateless":
         draws = StatelessDraws(
             geometry,
@@ -153,23 +154,14 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
             region=None if engine.tensor_layout is None else engine.tensor_layout.region,
             sequence=None if context is None else context.region,
         )
-        state.randomness = draws.around
-        if executor is not None:
-            executor.randomness = draws.part
-    loss = part = no_samples if groups.is_server else task.loss
-    if context is not None:
-        state.randomness = in_context(context, state.randomness)
-        loss = over_sequences(loss, context)
-    if executor is not None:
-        loss = evaluated(executor)
-        executor.cut_batch = None if context is None else cutter(context)
-        executor.inner_scopes = () if context is None else (context.entered,)
+    surround_passes(state, draws, context, executor)
+    part = no_samples if groups.is_server else task.loss
     return CandidateRank(
         rank=groups.all.ranks[groups.all.index],
         engine=engine,
         state=state,
         batches=Batches(task.train_data, geometry, seed=job.config.train.seed),
-        loss=loss,
+        loss=loss_of_rank(part, context, executor),
         loss_of_part=part,
         num_microbatches=plan.num_microbatches,
         clip_norm=clip_norm,

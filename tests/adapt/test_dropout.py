@@ -18,7 +18,7 @@ from meshwright.comm import ops
 from meshwright.comm.rng import MicroStep
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import NumericsError, PlanError
-from meshwright.training.randomness import stateless_randomness
+from meshwright.training.randomness import StatelessDraws
 
 BATCH = 12
 X = torch.randn(BATCH, 3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -76,7 +76,7 @@ def _pieces(call: Callable[[Tensor], Tensor], world: int, accumulate: int) -> Te
         for rank in range(world):
             geometry = BatchGeometry(BATCH, num_microbatches=accumulate, dp_size=world, dp_rank=rank)
             rows = geometry.rank_range(2, k)
-            with stateless_randomness(geometry, seed=1)(2, k):
+            with StatelessDraws(geometry, seed=1).around(2, k):
                 outputs.append(call(X[rows.start - 2 * BATCH : rows.stop - 2 * BATCH]))
     return torch.cat([output.detach() for output in outputs])
 
@@ -109,7 +109,7 @@ def _rank_outputs(mesh: Any, accumulate: int) -> list[Tensor]:
     for k in range(accumulate):
         rows = geometry.rank_range(2, k)
         part = X[rows.start - 2 * BATCH : rows.stop - 2 * BATCH]
-        with stateless_randomness(geometry, seed=1)(2, k):
+        with StatelessDraws(geometry, seed=1).around(2, k):
             outputs.append(F.dropout(_attend(part), 0.1))
     ops.barrier(mesh.group("dp"), cause="end of test")  # none leaves while another still connects
     return outputs

@@ -25,7 +25,7 @@ from meshwright.sharding.engine import ShardingEngine
 from meshwright.testing.ranks import local_mesh
 from meshwright.testing.reference import Trace, run_reference
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer, parameter_groups
-from meshwright.training.randomness import stateless_randomness
+from meshwright.training.randomness import StatelessDraws
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 from tests.parity.harness import Comparison, _tensors
@@ -125,7 +125,7 @@ def _candidate(mesh: Any, case: Case) -> dict[str, Any]:
     state = TrainState(
         engine,
         ShardedOptimizer(SPEC, engine.shards),
-        randomness=stateless_randomness(geometry, seed=SEED),
+        randomness=StatelessDraws(geometry, seed=SEED).around,
     )
     losses, norms = [], []
     for step in range(NUM_STEPS):
@@ -219,11 +219,11 @@ def _unlike(mesh: Any, difference: str) -> str:
     engine = ShardingEngine(
         model, policy=find_policy("ddp"), groups=DataGroups.of(group), device=torch.device("cpu")
     )
-    randomness = stateless_randomness(
+    randomness = StatelessDraws(
         BatchGeometry(4, 1, dp_size=group.size, dp_rank=group.index),
         seed=SEED,
         must_agree=partial(group.log.must_agree, group.axis),
-    )
+    ).around
     state = TrainState(engine, ShardedOptimizer(SPEC, engine.shards), randomness=randomness)
     try:
         train_step(
@@ -290,7 +290,7 @@ def test_ranks_read_the_rows_that_masks_are_drawn_for() -> None:
     rows = rank_range(3, 1, global_batch=12, num_microbatches=2, dp_size=4, dp_rank=1)
     geometry = BatchGeometry(12, 2, dp_size=4, dp_rank=1)
     ones = torch.ones(len(rows), 50)
-    with stateless_randomness(geometry, seed=0)(3, 1):
+    with StatelessDraws(geometry, seed=0).around(3, 1):
         held = torch.dropout(ones, 0.5, True)
     with stateless(MicroStep(0, 3, 0, 12, 12)):
         whole = torch.dropout(torch.ones(12, 50), 0.5, True)

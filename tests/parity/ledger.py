@@ -35,7 +35,7 @@ from meshwright.training.activations import Subject, budget_schedules
 from meshwright.training.assemble import shard_model
 from meshwright.training.ledger import CATEGORIES, Ledger
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
-from meshwright.training.randomness import stateless_randomness
+from meshwright.training.randomness import StatelessDraws
 from meshwright.training.run_ledger import RunLedger
 from meshwright.training.state import TrainState
 from meshwright.training.step import Loss, train_step
@@ -202,7 +202,7 @@ def run_pair(mesh: Any, pair: Pair) -> Ledger:
     )
     state = TrainState(engine, ShardedOptimizer(spec, engine.shards))
     geometry = BatchGeometry(subject.plan.global_batch, 1, RANKS, mesh.rank)
-    state.randomness = stateless_randomness(geometry, seed=0)
+    state.randomness = StatelessDraws(geometry, seed=0).around
     ledger.meet(state)
     for _ in range(2):
         with ledger.step(state):

@@ -20,7 +20,7 @@ from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.policy import Ownership, find_policy
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
-from meshwright.training.randomness import stateless_randomness
+from meshwright.training.randomness import StatelessDraws
 from meshwright.training.saving import aliases, expected_tensors, items_to_save, load_items
 from meshwright.training.state import TrainState
 from meshwright.training.step import no_samples, train_step
@@ -142,7 +142,7 @@ def make_rank(
     geometry = BatchGeometry(GLOBAL_BATCH, accumulate, groups.num_workers, workers.index)
     state = TrainState(engine, ShardedOptimizer(SPECS[optimizer], engine.shards))
     must_agree = partial(workers.log.must_agree, workers.axis)
-    state.randomness = stateless_randomness(geometry, seed=SEED, must_agree=must_agree)
+    state.randomness = StatelessDraws(geometry, seed=SEED, must_agree=must_agree).around
     return Rank(state, geometry, model, accumulate, groups.is_server)
 
 
