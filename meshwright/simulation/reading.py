@@ -124,7 +124,7 @@ def parse_layout(text: str, *, start: Layout = _ONE_DEVICE, num_devices: int = 0
     """`start` with the keys of `text` ("tp=8,pp=4,zero=1"); dp is what is left of `num_devices` unless given.
 
     Raises:
-        ConfigError: E283 for an unknown key or an illegal value.
+        ConfigError: E280 for degrees that do not divide the devices, E283 for an unknown key or an illegal value.
     """
     return layout_of(plan_values(text), start=start, num_devices=num_devices)
 
@@ -154,9 +154,15 @@ def layout_of(values: Mapping[str, object], *, start: Layout = _ONE_DEVICE, num_
     if layout.schedule == "interleaved" and layout.chunks == 1:
         layout = replace(layout, chunks=2)
     rest = layout.tp * layout.pp * layout.cp
-    if "dp" not in changes and num_devices and num_devices % rest == 0:
-        layout = replace(layout, dp=num_devices // rest)
-    return layout
+    if "dp" in changes or not num_devices:
+        return layout
+    if num_devices % rest:
+        raise ConfigError(
+            "E280",
+            f"tp={layout.tp} x pp={layout.pp} x cp={layout.cp} = {rest} does not divide the {num_devices} devices of "
+            f"the cluster, so no dp fills it; take degrees whose product is a divisor of {num_devices}",
+        )
+    return replace(layout, dp=num_devices // rest)
 
 
 def _field(key: str) -> str:

@@ -87,6 +87,11 @@ def test_the_shipped_table_is_priced_and_written(tmp_path):
     [
         (["simulate", "gpt3-175b"], "E282", "simulate needs a model and --cluster"),
         (["simulate", "gpt3-175b", "--cluster", "8xh100", "--plan", "dp=3"], "E280", "dp=3"),
+        (
+            ["simulate", "gpt3-175b", "--cluster", "8xh100", "--plan", "tp=3"],
+            "E280",
+            "tp=3 x pp=1 x cp=1 = 3 does not divide the 8 devices",
+        ),
         (["simulate", "mlp-digits", "--cluster", "8xh100"], "E283", "only transformers are priced"),
         ([*GPT3, "--plan", "precision=fp8"], "E283", "has no fp8"),
         ([*GPT3[:4], "--batch", "many"], "E283", "--batch='many': write a whole number"),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.training.test_checkpoints import auto, losses, train
-from tests.training.test_tensor_parallel_saves import SIZES, newest, resave, stored
+from tests.training.resaved import SIZES, assert_same_run, assert_same_to_the_bit
+from tests.training.test_checkpoints import auto, train
 
 
 def test_a_run_goes_on_at_other_context_parallel_sizes(ranks, tmp_path):
@@ -18,12 +17,8 @@ def test_a_run_goes_on_at_other_context_parallel_sizes(ranks, tmp_path):
     found = ranks.run(
         train, 4, parts, [*SIZES, "plan.cp=2", "plan.tp=2", "plan.cp_kind=ulysses"], auto(parts)
     )
-    assert losses(parts) == pytest.approx(losses(whole), rel=1e-12)
     assert "step 4, saved on 3 ranks" in found[0]["text"]
-    last = stored(newest(parts))
-    assert last.keys() == stored(newest(whole)).keys()
-    for name, value in stored(newest(whole)).items():
-        torch.testing.assert_close(last[name], value, rtol=1e-9, atol=1e-12)
+    assert_same_run(parts, whole)
 
 
 MESHES = {
@@ -40,12 +35,4 @@ MESHES = {
 @pytest.mark.parametrize("second", MESHES)
 @pytest.mark.parametrize("first", MESHES)
 def test_what_another_layout_loads_and_saves_is_the_same_to_the_bit(ranks, tmp_path, first, second):
-    world, overrides = MESHES[first]
-    ranks.run(train, world, tmp_path / "one", [*SIZES, "train.stop_at=2 steps", *overrides])
-    given = stored(newest(tmp_path / "one"))
-    world, overrides = MESHES[second]
-    ranks.run(resave, world, newest(tmp_path / "one"), tmp_path / "other", [*SIZES, *overrides])
-    again = stored(newest(tmp_path / "other"))
-    assert given.keys() == again.keys()
-    for name, value in given.items():
-        assert torch.equal(value.view(-1).view(torch.uint8), again[name].view(-1).view(torch.uint8)), name
+    assert_same_to_the_bit(ranks, tmp_path, MESHES, first, second)
