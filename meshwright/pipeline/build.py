@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.ops import PipelineGroups
+from meshwright.errors import PlanError
 from meshwright.layout.plan import TrainPlan
 from meshwright.pipeline.cut import Cut, balanced_cut, make_stages, named_cut, uneven_warning
 from meshwright.pipeline.prune import holders_of, prune
@@ -62,7 +63,8 @@ def plan_pipeline(
         compute_dtype: of forward and backward, where that is another than the parameters have.
 
     Raises:
-        PlanError: E202, E260 for stages that do not fit; E261, E262, E263 for a model that cannot be followed; E230.
+        PlanError: E202, E260 for stages that do not fit; E261, E262, E263 for a model that cannot be followed; E230; E265
+            for running statistics where several ranks run a stage.
     """
     twin = Twin(model, device, compute_dtype)
     tape = twin.record(loss, batch, training=True)
@@ -78,8 +80,25 @@ def plan_pipeline(
     stages = make_stages(tape, cut)
     by_stage = holders_of(tape, stages, model)
     at = [tuple(sorted({ranks[s] for ranks in schedule.placement})) for s in range(schedule.num_stages)]
+    if any(len(places) > 1 for places in at):
+        _check_no_statistics(model, plan.schedule)
     holders = {n: tuple(sorted({place for s in held for place in at[s]})) for n, held in by_stage.items()}
     return PipelinePlan(twin, cut, schedule, holders, tape.opened, warnings)
+
+
+def _check_no_statistics(model: nn.Module, schedule: str) -> None:
+    """E265: ranks that run a stage for other micro-batches would each update running statistics by their own alone."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+            and module.track_running_stats
+        ):
+            raise PlanError(
+                "E265",
+                f'plan.schedule = "{schedule}" runs each stage on two ranks, for other micro-batches, and {name!r} of '
+                f"{type(model).__name__} has running statistics, which each would update by its own alone. Choose "
+                f'another schedule, e.g. plan.schedule="1f1b".',
+            )
 
 
 def _schedule(plan: TrainPlan) -> Schedule:
