@@ -63,8 +63,8 @@ def plan_pipeline(
         compute_dtype: of forward and backward, where that is another than the parameters have.
 
     Raises:
-        PlanError: E202, E260 for stages that do not fit; E261, E262, E263 for a model that cannot be followed; E230; E265
-            for running statistics where several ranks run a stage.
+        PlanError: E202, E260 for stages that do not fit; E261, E262, E263 for a model that cannot be followed; E230;
+            E265 for running statistics where several ranks run a stage.
     """
     twin = Twin(model, device, compute_dtype)
     tape = twin.record(loss, batch, training=True)
