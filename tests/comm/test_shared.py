@@ -484,6 +484,10 @@ def _astray(mesh: Any, folder: Path) -> tuple[str, str]:
         deadline = time.monotonic() + 10
         while not found and time.monotonic() < deadline:
             time.sleep(0.05)
+    # Not before the other's watchdog has ended too: its signal would end this process.
+    (folder / f"ended {mesh.rank}").touch()
+    while not (folder / f"ended {1 - mesh.rank}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     signal.signal(signal.SIGUSR1, before)
     return found[0].code if found else "", found[0].message if found else ""
 

@@ -219,6 +219,8 @@ def _wire(
     _step(state, num_microbatches, inputs)
     ops.barrier(mesh.group("dp"), cause="measure")
     before = _connections()
+    # The kernel counts what has arrived: no rank may send before all have looked.
+    ops.barrier(mesh.group("dp"), cause="measure")
     _step(state, num_microbatches, inputs)
     ops.barrier(mesh.group("dp"), cause="measure")
     sent, received = _moved_since(before)
@@ -280,8 +282,9 @@ def _server_step(mesh: Any, servers: int, num_microbatches: int) -> dict[str, An
         ops.barrier(groups.all, cause="measure")
 
     step()
-    log.reset_counters()
     before = _connections()
+    ops.barrier(groups.all, cause="measure")
+    log.reset_counters()
     step()
     moved = _moved_since(before)
     calls = {op: calls for (op, axis), calls in log.calls.items() if axis == "dp"}
