@@ -224,6 +224,8 @@ def _wire(
     _step(state, num_microbatches, inputs)
     ops.barrier(mesh.group("dp"), cause="measure")
     sent, received = _moved_since(before)
+    # A rank that leaves closes its groups' connections, and the kernel's counts go with them.
+    ops.barrier(mesh.group("dp"), cause="measure")
     engine = state.engine
     declared = declared_wire_bytes(engine.policy, engine.units, num_microbatches=num_microbatches)
     declared += copies_wire_bytes(engine.units, num_copies=copies, index=engine.owners.index)
@@ -289,6 +291,7 @@ def _server_step(mesh: Any, servers: int, num_microbatches: int) -> dict[str, An
     moved = _moved_since(before)
     calls = {op: calls for (op, axis), calls in log.calls.items() if axis == "dp"}
     logged = tuple(log.bytes[op, "dp"] for op in ("reduce", "broadcast"))
+    ops.barrier(groups.all, cause="measure")  # as above: no rank leaves before all have looked
     declared = declared_calls(row, engine.units, num_microbatches=num_microbatches)
     wire = server_wire_bytes(engine.units, num_workers=groups.num_workers, index=groups.all.index)
     whole = sum(bucket.nbytes for unit in engine.units for bucket in unit.buckets)
