@@ -12,6 +12,7 @@ Owns the order of what is done. Weights and their gradients are the engine's bus
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -30,7 +31,7 @@ from meshwright.pipeline.record import Loss, Twin
 from meshwright.pipeline.stage import Holder, StageRun
 from meshwright.pipeline.tape import Tape
 from meshwright.pipeline.ties import SharedParameters
-from meshwright.schedule.action import Action, Schedule
+from meshwright.schedule.action import COMPUTE, Action, Schedule
 from meshwright.sharding.engine import ShardingEngine
 
 # Receives that are posted before their place in the program.
@@ -43,6 +44,8 @@ Randomness = Callable[[int, int, int], Callable[[bool], AbstractContextManager[N
 CutBatch = Callable[[Any], tuple[Any, Callable[[], AbstractContextManager[Any]]]]
 # (micro-batch, calls of modules that stages before have made) -> around the forward
 Watch = Callable[[int, Mapping[str, int]], AbstractContextManager[None]]
+# (computation, seconds of the clock when it had what it needs and when it was done, CPU seconds of this thread)
+Clock = Callable[[Action, float, float, float], None]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class _Step:
         sends: to each rank, oldest first.
         handed: values and gradients between stages of this rank.
         random: around the passes of a stage and micro-batch.
+        since: clock and CPU seconds when the computation that runs had what it needs.
     """
 
     number: int
@@ -81,6 +85,7 @@ class _Step:
     weights: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
     position: int = 0
     next_receive: int = 0
+    since: tuple[float, float] = (0.0, 0.0)
 
 
 class PipelineExecutor:
@@ -101,6 +106,7 @@ class PipelineExecutor:
         inner_scopes: the same, inside.
         watch: what is entered around every forward of training.
         cut_batch: this rank's part of the sequences of a batch; None: it has them whole.
+        clock: is told of every computation of training, for timelines; None: nothing is timed.
         shared: sums of gradients over ranks that hold the same parameters.
     """
 
@@ -134,6 +140,7 @@ class PipelineExecutor:
         self._declared: Counter[tuple[str, str]] = Counter()
         self.watch: Watch | None = None
         self.cut_batch: CutBatch | None = None
+        self.clock: Clock | None = None
 
     @property
     def opened(self) -> frozenset[str]:
@@ -161,6 +168,7 @@ class PipelineExecutor:
         log = engine.group.log
         for position, action in enumerate(self._program):
             now.position = position
+            now.since = _seconds()
             if action.op == "F":
                 self._post(now)
                 log.progress(f"forward of stage {action.stage}, micro-batch {action.microbatch}")
@@ -177,6 +185,9 @@ class PipelineExecutor:
                 self._send(now, action, now.handed.pop(("send G", action.stage + 1, action.microbatch)))
             elif action.op in ("receive_activation", "receive_gradient"):
                 self._post(now, through=action)
+            if self.clock is not None and action.op in COMPUTE:
+                (start, cpu), (end, cpu_end) = now.since, _seconds()
+                self.clock(action, start, end, cpu_end - cpu)
         for waiting in now.sends.values():
             for handles in waiting:
                 _wait(handles)
@@ -320,6 +331,7 @@ class PipelineExecutor:
             for number, buffer, handle in now.coming.pop(message):
                 handle.wait()
                 found[number] = buffer
+        now.since = _seconds()
         return found
 
     def _post(self, now: _Step, through: Action | None = None) -> None:
@@ -413,6 +425,10 @@ def signature_of(batch: Any) -> object:
     kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
     keys = tuple(batch) if isinstance(batch, dict) else ()
     return (keys, kinds)
+
+
+def _seconds() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
 
 
 def _wait(handles: list[Handle]) -> None:

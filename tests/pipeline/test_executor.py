@@ -1,0 +1,48 @@
+"""The executor told one by one: what its clock sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.layout.check import PlanRequest, make_plan
+from meshwright.schedule.action import COMPUTE
+from meshwright.training.assemble import shard_model
+from meshwright.training.stages import make_pipeline
+from tests.pipeline.models import Uneven
+from tests.verification.models import Rows, loss_of_labels
+
+
+def _timed(world: Any, schedule: str) -> tuple[list[str], list[tuple[str, float, float, float]]]:
+    """(computations of this rank's program, what the clock saw)."""
+    device, rows = torch.device("cpu"), Rows()
+    request = PlanRequest(pp=2, schedule=schedule, micro_batch=2, transport="gloo")
+    plan = make_plan(request, world_size=2, global_batch=8)
+    model = Uneven()
+    mesh = Mesh.of_plan(plan, world.world, log=world.log, device=device)
+    groups = mesh.data_groups()
+    pipeline = make_pipeline(model, loss_of_labels, rows, plan, groups, device=device)
+    assert pipeline is not None
+    engine = shard_model(
+        model, plan, groups, device=device, initialiser=None, dropout="native", pipeline=pipeline
+    )
+    executor = pipeline.executor(engine)
+    seen: list[tuple[str, float, float, float]] = []
+    executor.clock = lambda action, start, end, cpu: seen.append((str(action), start, end, cpu))
+    batches = [torch.utils.data.default_collate([rows[2 * m], rows[2 * m + 1]]) for m in range(4)]
+    engine.start_step()
+    executor.run(engine, lambda m: batches[m], divisor=1.0, step=0)
+    program = executor.schedule.programs[groups.pipeline.index]
+    return [str(action) for action in program if action.op in COMPUTE], seen
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_clock_sees_each_computation_once_and_in_order(ranks, schedule: str) -> None:
+    for program, seen in ranks.run(_timed, 2, schedule):
+        assert [action for action, *_ in seen] == program
+        times = [time for _, start, end, _ in seen for time in (start, end)]
+        assert times == sorted(times)
+        assert all(cpu > 0 for *_, cpu in seen)
