@@ -677,6 +677,19 @@ CATALOGUE = (
         "Take sizes from the tensor at hand (x.size(-1)), so that they are right for any part of it.",
     ),
     CodeEntry(
+        "E293",
+        "a file of plans that is stale",
+        "plan.lock.json was made for a model's shape, a batch, a cluster and what was fixed; and its predictions are "
+        "of the cost model of that day. One of them is another one now, so that its first plan need not be the best.",
+        "Run `meshwright plan` again, or leave plan.lock out.",
+    ),
+    CodeEntry(
+        "E294",
+        "a plan for another number of processes",
+        "dp x tp x pp x cp of a plan is the number of devices that it was made for.",
+        "Start as many processes, or plan for those that there are.",
+    ),
+    CodeEntry(
         "E295",
         "not the folder of a run",
         "report reads metrics.jsonl, plan.lock.json, resolved.toml, result.json and verify.json of a folder, as far as "
@@ -695,6 +708,12 @@ CATALOGUE = (
         "a report that cannot be written",
         "The folder is read-only, full, or does not exist.",
         "Name another place with --out.",
+    ),
+    CodeEntry(
+        "E298",
+        "a file of plans that training cannot run",
+        "All plans of the file need something that is not built in train; they are for comparison.",
+        "Fix what the message names to something that train has, and run `meshwright plan` again.",
     ),
     CodeEntry(
         "E301",

@@ -7,39 +7,25 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshwright.cli.output import print_json
-from meshwright.errors import ConfigError
+from meshwright.planner.asking import ask, sections_of
 from meshwright.planner.cost import Cost, cost_of, parse_tokens
 from meshwright.planner.lock import LOCK_NAME, save_lock
 from meshwright.planner.plans import DEFAULT_COUNT, Plan, Plans, describe, make_plans, rank_order
-from meshwright.planner.request import DEFAULT_HEADROOM, Request, make_request
+from meshwright.planner.request import Request
 from meshwright.planner.scaling import ScalingPoint, parse_range, scale, still_pays
-from meshwright.presets import find_model
 from meshwright.presets.counts import num_parameters
-from meshwright.presets.hf_config import read_hf_config
-from meshwright.presets.models import ModelPreset
-from meshwright.simulation.job import Cluster, Workload, num_microbatches
-from meshwright.simulation.reading import parse_cluster, plan_values, read_run
+from meshwright.simulation.job import Cluster, num_microbatches
+from meshwright.simulation.reading import plan_values
 
 _BAR = 9
 _GIB = 2**30
-# Keys of a run file's plan that fix nothing that is searched here.
-_NOT_FIXED = (
-    "mode",
-    "processes",
-    "cluster",
-    "memory_headroom",
-    "transport",
-    "sync",
-    "bucket_bytes",
-    "layout",
-)
 
 
 def plan(  # noqa: PLR0913 - each is an option of the command
@@ -88,60 +74,17 @@ def read_request(
     Raises:
         ConfigError: E104 for an unknown model or machine, E282 without a cluster, E283, E285, E287.
     """
-    run = read_run(Path(source)) if source.endswith(".toml") else {}
-    keys = run.get("plan", {})
-    where_text = cluster or str(keys.get("cluster") or "")
-    if not where_text:
-        raise ConfigError(
-            "E282", "plan needs --cluster, e.g. --cluster 64xh100, or plan.cluster in the run file"
-        )
-    where = parse_cluster(where_text)
-    model = _model(source, run.get("model", {}))
-    if not model.num_heads or model.num_experts:
-        what = f"a {model.family}" if not model.num_heads else "a model with experts"
-        raise ConfigError(
-            "E283", f"{model.name} is {what}: only dense transformers are planned; take gpt-nano"
-        )
-    length = seq or run.get("data", {}).get("seq_len") or model.max_seq_len
-    size = batch or run.get("train", {}).get("global_batch") or where.num_devices
-    work = Workload(model, _number(length, "--seq"), _number(size, "--batch"))
-    given = {key: value for key, value in keys.items() if key not in _NOT_FIXED}
-    free = headroom or keys.get("memory_headroom")
-    return make_request(
-        work,
-        where,
-        {**given, **plan_values(fixed)},
-        headroom=DEFAULT_HEADROOM if free is None else _part(free),
-    )
+    if source.endswith(".toml"):
+        from meshwright.training.config import load_config
 
-
-def _model(source: str, section: dict[str, object]) -> ModelPreset:
-    if not source.endswith(".toml"):
-        is_file = source.endswith(".json") or Path(source).is_dir()
-        return read_hf_config(Path(source)) if is_file else find_model(source.removeprefix("preset:"))
-    name = str(section.get("source", ""))
-    if name.startswith("hf:"):
-        model = read_hf_config(Path(name.removeprefix("hf:")))
+        sections = sections_of(load_config(Path(source)))
     else:
-        model = find_model(name.removeprefix("preset:"))
-    sizes = {item.name for item in fields(ModelPreset) if item.type == "int"}
-    changes = {key: value for key, value in section.items() if key in sizes}
-    return replace(model, **changes) if changes else model  # type: ignore[arg-type]
-
-
-def _number(value: object, option: str) -> int:
-    text = str(value).split()[0] if str(value).split() else ""
-    if not text.isdigit() or int(text) == 0:
-        raise ConfigError("E283", f'{option}={value!r}: write a whole number, e.g. 512 or "512 sequences"')
-    return int(text)
-
-
-def _part(value: object) -> float:
-    text = str(value).strip()
-    try:
-        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError as error:
-        raise ConfigError("E285", f'memory_headroom={text!r}: write e.g. "10%" or 0.1') from error
+        is_file = source.endswith(".json") or Path(source).is_dir()
+        name = f"hf:{source}" if is_file else f"preset:{source.removeprefix('preset:')}"
+        sections = {"model": {"source": name}}
+    options = {"cluster": cluster, "memory_headroom": headroom}
+    given = {key: value for key, value in options.items() if value}
+    return ask(sections, {**given, **plan_values(fixed)}, seq=seq, batch=batch)
 
 
 def warnings_of(found: Plans) -> list[str]:

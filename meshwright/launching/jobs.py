@@ -20,6 +20,7 @@ from meshwright.checkpoint.folder import ResumeFrom, find_checkpoints, run_of
 from meshwright.errors import EXIT_OK, CheckpointError
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
+from meshwright.launching.planned import planned
 from meshwright.training.config import DEFAULT, Resolved, RunConfig, load_config
 from meshwright.training.console import Console
 from meshwright.training.planning import local_world_size, plan_of
@@ -46,6 +47,7 @@ def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None =
         MeshwrightError: see `run_local`, and what training raises.
     """
     worker = is_worker(os.environ)
+    resolved, _ = planned(resolved, world_size=_world_size(os.environ) if worker else None)
     if not worker:
         processes = local_world_size(resolved.config, num_gpus=num_gpus(os.environ))
         plan_of(resolved.config, world_size=processes)  # a plan that cannot run starts no process
@@ -141,6 +143,11 @@ def is_worker(environment: Mapping[str, str]) -> bool:
         return True
     several = int(environment.get("SLURM_NTASKS", "1")) > 1
     return several and "SLURM_PROCID" in environment and "SLURM_STEP_NODELIST" in environment
+
+
+def _world_size(environment: Mapping[str, str]) -> int:
+    """Of a worker."""
+    return int(environment.get("WORLD_SIZE") or environment["SLURM_NTASKS"])
 
 
 def job_name(environment: Mapping[str, str]) -> str:

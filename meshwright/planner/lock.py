@@ -1,6 +1,7 @@
 """plan.lock.json: the plans of a search with what they were made for.
 
-Owns the file's form. The fingerprint is of the model's shape and the length of sequences.
+Owns the file's form. The fingerprint is of the model's shape, its batch and the cluster; what the cost model says is
+in the file itself (`take.py` compares it with what it says now).
 """
 
 from __future__ import annotations
@@ -13,21 +14,33 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.planner.plans import Plans
+from meshwright.planner.request import Request
 from meshwright.planner.stages import stage_cuts
 from meshwright.presets import find_machine
 from meshwright.presets.models import ModelPreset
 from meshwright.simulation.job import Cluster, Workload
 
 LOCK_NAME = "plan.lock.json"
-_FORMAT = 1
+_FORMAT = 2
 # Of a preset, what changes no price.
 _SILENT = ("aliases", "source", "name", "rope_theta", "norm_epsilon")
 
 
-def model_fingerprint(work: Workload) -> str:
-    """Of the model's shape and the sequence's length."""
+def fingerprints(request: Request) -> dict[str, str]:
+    """Of what a plan is for: the model's shape, the data's, and the cluster."""
+    work = request.work
     shape = {key: value for key, value in asdict(work.model).items() if key not in _SILENT}
-    text = json.dumps({**shape, "seq_len": work.seq_len}, sort_keys=True)
+    parts = {
+        "model": shape,
+        "data": {"seq_len": work.seq_len, "global_batch": work.global_batch},
+        "cluster": {**cluster_value(request.cluster), "headroom": request.headroom},
+        "fixed": {key: request.fixed[key] for key in sorted(request.fixed)},
+    }
+    return {name: _digest(part) for name, part in parts.items()}
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -37,11 +50,11 @@ def save_lock(path: Path, found: Plans, *, source: str) -> None:
     value = {
         "format": _FORMAT,
         "source": source,
-        "fingerprint": model_fingerprint(request.work),
+        "fingerprint": fingerprints(request),
         "model": asdict(request.work.model),
         "seq_len": request.work.seq_len,
         "global_batch": request.work.global_batch,
-        "cluster": _cluster_value(request.cluster),
+        "cluster": cluster_value(request.cluster),
         "fixed": dict(request.fixed),
         "headroom": request.headroom,
         "stages": [asdict(stage) for stage in stage_cuts(request, found.best.layout)],
@@ -50,7 +63,8 @@ def save_lock(path: Path, found: Plans, *, source: str) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _cluster_value(cluster: Cluster) -> dict[str, object]:
+def cluster_value(cluster: Cluster) -> dict[str, object]:
+    """A cluster as the file has it."""
     return {
         "machine": cluster.machine.name,
         "devices": cluster.num_devices,

@@ -55,7 +55,10 @@ def make_request(
         ConfigError: E283 for a key or value that no priced plan has, E285 for a headroom outside of 0 to 1.
         PlanError: E286 for fixed degrees that do not divide the cluster.
     """
-    base = layout_of(fixed)
+    on_cpu = cluster.machine.name == "cpu"
+    base = layout_of({"precision": "fp32" if on_cpu else "bf16", **fixed})
+    if base.precision == "fp32" and not on_cpu:
+        raise ConfigError("E283", "plan.precision = 'fp32' is priced on cpu only; take bf16 or leave it out")
     if not 0 <= headroom < 1:
         raise ConfigError(
             "E285", f'memory_headroom={headroom}: write a part of 1, e.g. 0.1, or a percentage, e.g. "10%"'

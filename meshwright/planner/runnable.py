@@ -41,7 +41,7 @@ def plan_keys(layout: Layout) -> dict[str, object]:
 
 def why_not_trainable(work: Workload, layout: Layout) -> str:
     """Empty where training runs it; else what is missing."""
-    if layout.precision not in ("bf16", "fp16"):
+    if layout.precision not in ("bf16", "fp16", "fp32"):
         return f"precision {layout.precision} is not built in train"
     if layout.recompute == "half":
         return "recompute=half (every other product) is not built in train"

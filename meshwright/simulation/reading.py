@@ -26,6 +26,7 @@ _KEYS = {
 # Keys of a run file's plan that change no figure here.
 _SILENT = (
     "mode",
+    "lock",
     "processes",
     "transport",
     "sync",
@@ -39,7 +40,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "recompute": get_args(Recompute),
     "attention": get_args(Attention),
     "cp_kind": get_args(ContextKind),
-    "precision": ("bf16", "fp16", "fp8", "fp8-rows"),
+    "precision": ("bf16", "fp16", "fp32", "fp8", "fp8-rows"),
 }
 _MOST = {"zero": 3}
 _ONE_DEVICE = Layout()

@@ -68,8 +68,6 @@ _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "mode": ("given",),
         "ep": (1,),
         "transport": ("auto", "gloo", "shm", "nccl"),
-        "cluster": (None,),
-        "memory_headroom": (None,),
     }
 )
 
@@ -341,6 +339,8 @@ class PlanConfig(Section):
     built = _PLAN_BUILT
     mode: Literal["given", "auto"] = "given"
     """Take this layout, or search one."""
+    lock: Annotated[Path, Field(strict=False)] | None = None
+    """A plan.lock.json of `meshwright plan`: train by its first plan. Refused where it was made for something else."""
     processes: Annotated[int, Field(ge=1)] | None = None
     """Local world size, servers included; unset: dp if that is set, else 1. Under torchrun or SLURM theirs counts."""
     dp: Annotated[int, Field(ge=1)] | None = None

@@ -238,8 +238,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
     [
         "plan.mode=auto",
         "plan.ep=2",
-        "plan.cluster=8xh100",
-        "plan.memory_headroom=10%",
         "log.to=['wandb']",
     ],
 )

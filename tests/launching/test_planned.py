@@ -1,0 +1,38 @@
+import pytest
+
+from meshwright.errors import PlanError
+from meshwright.launching.planned import planned
+from meshwright.planner.asking import ask, sections_of
+from meshwright.planner.lock import save_lock
+from meshwright.planner.plans import make_plans
+from meshwright.training.config import load_config
+
+
+@pytest.fixture
+def lock(tmp_path):
+    path = tmp_path / "plan.lock.json"
+    resolved = load_config(None, ["plan.zero=1"])
+    save_lock(path, make_plans(ask(sections_of(resolved), {"cluster": "2xcpu"})), source="run.toml")
+    return path
+
+
+def test_the_plan_of_a_file_becomes_keys_with_their_origin(lock):
+    resolved, taken = planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}"]), world_size=None)
+    assert taken is not None
+    plan = resolved.config.plan
+    assert (plan.processes, plan.zero, plan.micro_batch) == (2, 1, taken.keys["micro_batch"])
+    assert resolved.origins["plan.micro_batch"] == "plan.lock.json"
+    assert resolved.origins["plan.zero"] == "command line"
+    # A worker of torchrun starts nobody: no number of local processes is set for it.
+    resolved, _ = planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}"]), world_size=2)
+    assert resolved.config.plan.processes is None
+
+
+def test_another_number_of_processes_is_refused(lock):
+    with pytest.raises(PlanError, match=r"E294 .*plans for 2 devices, and 4 processes are asked for"):
+        planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}"]), world_size=4)
+
+
+def test_without_a_file_nothing_changes():
+    resolved = load_config(None, [])
+    assert planned(resolved, world_size=None) == (resolved, None)
