@@ -73,12 +73,13 @@ class HalfGPT(nn.Module):
 def ours(rank: int, workload: Workload, schedule: str, transport: Any) -> tuple[Any, Any, Mesh, Any]:
     """(step, executor, mesh, engine) of our pipeline."""
     batch = workload.batch(0)
+    ranks = dist.get_world_size()
     request = PlanRequest(
-        pp=RANKS, schedule=schedule, transport=transport, micro_batch=workload.samples // MICROBATCHES
+        pp=ranks, schedule=schedule, transport=transport, micro_batch=workload.samples // MICROBATCHES
     )
-    plan = make_plan(request, world_size=RANKS, global_batch=workload.samples)
-    world, device = World(rank=rank, size=RANKS), torch.device("cpu")
-    mesh = Mesh.of_plan(plan, world, log=CommLog(rank, RANKS), device=device)
+    plan = make_plan(request, world_size=ranks, global_batch=workload.samples)
+    world, device = World(rank=rank, size=ranks), torch.device("cpu")
+    mesh = Mesh.of_plan(plan, world, log=CommLog(rank, ranks), device=device)
     groups, model = mesh.data_groups(), workload.model()
     pipeline = make_pipeline(model, language_model_loss, Rows(batch), plan, groups, device=device)
     assert pipeline is not None, "a plan with pp has a pipeline"

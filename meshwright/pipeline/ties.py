@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from meshwright.comm import ops
 from meshwright.comm.ops import Handle, PipelineGroups
@@ -56,45 +57,57 @@ class SharedParameters:
         return found
 
     def sum(self) -> None:
-        """Add the gradients of all holders, and note what got one on any of them."""
+        """Add the gradients of all holders, and note what got one on any of them.
+
+        All that others hold is on its way before anyone waits; then buckets are added in one order on all ranks, so
+        that nobody waits for a rank that waits.
+        """
+        uses = [self._uses(memory) for memory, _ in self._shared]
         handles: list[Handle] = []
         for number, (memory, places) in enumerate(self._shared):
-            names = [spec.name for spec in memory.bucket.parameters]
-            used = torch.tensor([float(self._engine.is_used(name)) for name in names], dtype=torch.float64)
-            used = used.to(self._engine.device)
-            gradient = memory.gradient_shard
-            cause = f"shared {memory.bucket.name}"
-            first, others = places[0], places[1:]
-            if self._groups.index == first:
-                for place in others:
+            if self._groups.index != places[0]:
+                handles += self._send(memory.gradient_shard, uses[number], places[0], number)
+        mine = handles
+        handles = []
+        for number, (memory, places) in enumerate(self._shared):
+            gradient, used = memory.gradient_shard, uses[number]
+            if self._groups.index == places[0]:
+                for place in places[1:]:
                     part, more = torch.empty_like(gradient), torch.empty_like(used)
-                    self._receive(part, place, 2 * number, cause)
-                    self._receive(more, place, 2 * number + 1, cause)
+                    self._receive(part, more, place, number)
                     gradient.add_(part)
                     used.add_(more)
-                for place in others:
-                    handles += self._send(gradient, used, place, number, cause)
+                for place in places[1:]:
+                    handles += self._send(gradient, used, place, number)
             else:
-                for handle in self._send(gradient, used, first, number, cause):
+                for handle in mine[:2]:  # what is received lies where what was sent lay
                     handle.wait()
-                self._receive(gradient, first, 2 * number, cause)
-                self._receive(used, first, 2 * number + 1, cause)
-            for name, uses in zip(names, used.tolist(), strict=True):
-                if uses:
-                    self._engine.mark_used(name)
+                del mine[:2]
+                self._receive(gradient, used, places[0], number)
+            for spec, count in zip(memory.bucket.parameters, used.tolist(), strict=True):
+                if count:
+                    self._engine.mark_used(spec.name)
             memory.awaits_sum = False
             memory.start_fetch()
         for handle in handles:
             handle.wait()
 
-    def _send(
-        self, gradient: torch.Tensor, used: torch.Tensor, place: int, number: int, cause: str
-    ) -> list[Handle]:
-        group = self._groups.to(place)
+    def _uses(self, memory: BucketMemory) -> Tensor:
+        names = [spec.name for spec in memory.bucket.parameters]
+        used = torch.tensor([float(self._engine.is_used(name)) for name in names], dtype=torch.float64)
+        return used.to(self._engine.device)
+
+    def _send(self, gradient: Tensor, used: Tensor, place: int, number: int) -> list[Handle]:
+        group, cause = self._groups.to(place), self._cause(number)
         return [
             ops.send(gradient, group, index=place, tag=2 * number, cause=cause),
             ops.send(used, group, index=place, tag=2 * number + 1, cause=cause),
         ]
 
-    def _receive(self, tensor: torch.Tensor, place: int, tag: int, cause: str) -> None:
-        ops.receive(tensor, self._groups.coming_from(place), index=place, tag=tag, cause=cause).wait()
+    def _receive(self, gradient: Tensor, used: Tensor, place: int, number: int) -> None:
+        group, cause = self._groups.coming_from(place), self._cause(number)
+        ops.receive(gradient, group, index=place, tag=2 * number, cause=cause).wait()
+        ops.receive(used, group, index=place, tag=2 * number + 1, cause=cause).wait()
+
+    def _cause(self, number: int) -> str:
+        return f"shared {self._shared[number][0].bucket.name}"
