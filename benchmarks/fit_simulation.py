@@ -76,7 +76,7 @@ def log_error(job: Job, fit: Calibration) -> float:
 
 def loss(jobs: Scored, fit: Calibration) -> float:
     """Weighted mean of what `fit` misses."""
-    for cached in (layers.layer_seconds, layers.head_seconds, kernels.matmul_seconds):
+    for cached in (layers.products_seconds, kernels.matmul_seconds):
         cached.cache_clear()
     rows = Counter(source_of(row) for row, _ in jobs)
     weights = [1 / sqrt(rows[source_of(row)]) for row, _ in jobs]

@@ -14,7 +14,7 @@ from meshwright.planner.lock import cluster_of, work_of
 from meshwright.planner.plans import describe, difference
 from meshwright.planner.request import Request, make_request
 from meshwright.planner.runnable import why_not_trainable
-from meshwright.planner.search import search
+from meshwright.planner.search import BEST_ONLY, search
 from meshwright.simulation.job import Layout
 from meshwright.simulation.prediction import Prediction, predict
 from meshwright.simulation.reading import layout_of, plan_values
@@ -125,7 +125,7 @@ def _why_not(text: str, request: Request, first: Prediction) -> Answer:
         )
     except MeshwrightError as error:
         return Answer(text, (f"{asked} is not possible: {error.message}",))
-    found = search(other, slack=1.0)
+    found = search(other, BEST_ONLY)
     if found.best is None:
         reasons = sorted(found.rejected.items(), key=lambda pair: -pair[1])
         text_lines = [

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.planner.request import Request
-from meshwright.planner.search import DOES_NOT_FIT, Priced, search
+from meshwright.planner.search import DOES_NOT_FIT, Wanted, search
+from meshwright.planner.standing import Priced
 from meshwright.presets.machines import MACHINES
 
 _MOST_DOUBLINGS = 12
@@ -73,4 +74,4 @@ def _larger(request: Request) -> str:
 
 
 def _fits(request: Request) -> bool:
-    return search(request, slack=1.0, first=True).best is not None
+    return search(request, Wanted(slack=1.0, num_meshes=1, first=True)).best is not None

@@ -13,7 +13,8 @@ from meshwright.errors import DoesNotFitError
 from meshwright.planner.fitting import what_would_fit
 from meshwright.planner.request import Request
 from meshwright.planner.runnable import plan_keys, why_not_trainable
-from meshwright.planner.search import Priced, search
+from meshwright.planner.search import Wanted, search
+from meshwright.planner.standing import Priced, mesh_of
 from meshwright.simulation.job import Layout
 from meshwright.simulation.prediction import Prediction, predict
 
@@ -113,15 +114,18 @@ def make_plans(request: Request, *, count: int = DEFAULT_COUNT) -> Plans:
     Raises:
         DoesNotFitError: E301 where no layout fits; it says what would.
     """
-    found = search(request)
+    found = search(request, Wanted(num_meshes=count, ready=True))
     if found.best is None:
         raise DoesNotFitError("E301", what_would_fit(request, found.smallest, found.rejected))
     ordered = list(found.by_mesh)
-    obstacle = why_not_trainable(request.work, ordered[0].layout)
-    ready = None if not obstacle else search(request, trainable=True, slack=1.0).best
-    if ready is not None:
-        mesh = _mesh(ready)
-        rest = [item for item in ordered if _mesh(item) != mesh or item.seconds < ready.seconds * (1 - _SAME)]
+    ready = found.ready
+    if ready is not None and ready != ordered[0]:
+        mesh = mesh_of(ready.layout)
+        rest = [
+            item
+            for item in ordered
+            if mesh_of(item.layout) != mesh or item.seconds < ready.seconds * (1 - _SAME)
+        ]
         ordered = [ready, *rest]
     priced = [predict(request.work, item.layout, request.cluster) for item in ordered[:count]]
     first = priced[0]
@@ -143,11 +147,6 @@ def make_plans(request: Request, *, count: int = DEFAULT_COUNT) -> Plans:
         found.bound,
         found.gap,
     )
-
-
-def _mesh(item: Priced) -> tuple[int, int, int, int]:
-    own = item.layout
-    return own.tp, own.pp, own.cp, own.dp
 
 
 def rank_order(layout: Layout) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.errors import ConfigError
 from meshwright.planner.request import Request
 from meshwright.planner.runnable import plan_keys
-from meshwright.planner.search import search
+from meshwright.planner.search import BEST_ONLY, search
 from meshwright.simulation.prediction import Prediction, predict
 
 # Adding devices pays while a doubling makes the step at least this much faster: half of what is added is used.
@@ -71,7 +71,7 @@ def scale(request: Request, counts: tuple[int, ...]) -> tuple[ScalingPoint, ...]
     for count in counts:
         fixed = {key: value for key, value in request.fixed.items() if key != "dp"}
         own = replace(request, cluster=replace(request.cluster, num_devices=count), fixed=fixed)
-        found = search(own, slack=1.0)
+        found = search(own, BEST_ONLY)
         if found.best is None:
             worst = max(found.rejected.items(), key=lambda pair: pair[1], default=("nothing is legal", 0))
             points.append(ScalingPoint(count, own, None, worst[0]))

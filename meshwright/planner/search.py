@@ -3,52 +3,31 @@
 Groups of layouts (`space.py`) stand in the order of a bound that no layout of theirs can beat: its computation without
 recomputation, no bubble, no exchange of gradients. The search prices one group after the other and stops where the
 next bound is above what is still wanted; so the best of all is found, and what is left out is certified to be slower.
-What is wanted: the best, and for the front of time and memory every layout up to `slack` times its time.
+What is wanted (`standing.py`): the fastest layouts of the best meshes, the front of time and memory up to `slack` times
+the best time, and the fastest layout that training runs; a part of the space whose bounds of time and memory change
+none of them is not priced.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from meshwright.planner.parts import Parts, least_of
 from meshwright.planner.request import Request
 from meshwright.planner.rules import refuse_layout
 from meshwright.planner.runnable import why_not_trainable
 from meshwright.planner.space import Group, groups
-from meshwright.presets.calibration import Calibration, calibration_of
-from meshwright.simulation.job import Layout, Schedule, data_stride
-from meshwright.simulation.layers import LayerSeconds, head_seconds, layer_seconds
-from meshwright.simulation.peak import peak_bytes
-from meshwright.simulation.step import StepSeconds, step_seconds
+from meshwright.planner.standing import Bound, Priced, Standing, mesh_of
+from meshwright.simulation.job import Layout, with_changes
+from meshwright.simulation.step import Sharing
 
 # The front reaches to plans that are slower than the best by this factor.
 DEFAULT_SLACK = 1.1
+DEFAULT_MESHES = 5
 DOES_NOT_FIT = "does not fit in memory"
-
-
-@dataclass(frozen=True)
-class Priced:
-    """Attributes: a layout, seconds of its step, bytes of its fullest rank."""
-
-    layout: Layout
-    seconds: float
-    bytes: float
-
-    @property
-    def order(self) -> tuple[float, ...]:
-        """Faster first, then smaller, then fewer ways of cutting."""
-        own = self.layout
-        return (
-            self.seconds,
-            self.bytes,
-            own.pp,
-            own.tp,
-            own.cp,
-            own.zero,
-            own.shard,
-            -own.micro_batch,
-            own.chunks,
-        )
+Share = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -57,9 +36,10 @@ class Found:
 
     Attributes:
         best: None where nothing fits.
-        by_mesh: for each mesh with a priced layout that fits, its best; best first.
+        ready: the fastest that training runs today, where it was wanted and there is one.
+        by_mesh: the best meshes, each with its fastest layout; best first.
         front: no other has less time and less memory, up to `slack`; fastest first.
-        smallest: of those that were priced, the one with the least memory, fitting or not.
+        smallest: of those that were looked at, the one with the least memory, fitting or not.
         bound: no layout that fits is faster than this.
         num_priced: layouts with a price.
         num_bounded: groups that were left out by their bound.
@@ -67,6 +47,7 @@ class Found:
     """
 
     best: Priced | None
+    ready: Priced | None
     by_mesh: tuple[Priced, ...]
     front: tuple[Priced, ...]
     smallest: Priced | None
@@ -81,62 +62,65 @@ class Found:
         return 0.0 if self.best is None else max(0.0, 1 - self.bound / self.best.seconds)
 
 
-def search(
-    request: Request,
-    *,
-    trainable: bool = False,
-    slack: float = DEFAULT_SLACK,
-    exhaustive: bool = False,
-    first: bool = False,
-) -> Found:
-    """Search the whole space.
+@dataclass(frozen=True)
+class Wanted:
+    """What a search looks for.
 
-    Args:
-        request: the question.
-        trainable: only layouts that training runs today.
+    Attributes:
         slack: the front reaches to this factor of the best's time; 1: the best only.
+        num_meshes: of how many meshes the fastest layout is wanted.
+        ready: whether the fastest layout that training runs today is wanted.
         exhaustive: price every layout and ignore bounds; what tests compare with.
         first: stop at the first group with a layout that fits; its best need not be the best of all.
     """
-    return _Search(request, trainable=trainable, slack=slack, exhaustive=exhaustive).run(first=first)
+
+    slack: float = DEFAULT_SLACK
+    num_meshes: int = DEFAULT_MESHES
+    ready: bool = False
+    exhaustive: bool = False
+    first: bool = False
+
+
+ALL = Wanted()
+BEST_ONLY = Wanted(slack=1.0, num_meshes=1)
+
+
+def search(request: Request, wanted: Wanted = ALL) -> Found:
+    """Search the whole space for what is wanted."""
+    return _Search(request, wanted).run()
 
 
 class _Search:
     """One search: what it has found so far."""
 
-    def __init__(self, request: Request, *, trainable: bool, slack: float, exhaustive: bool) -> None:
+    def __init__(self, request: Request, wanted: Wanted) -> None:
         self._request = request
-        self._trainable = trainable
-        self._slack = slack
-        self._exhaustive = exhaustive
-        self._parts = _Parts(request, calibration_of(request.cluster.machine))
+        self._wanted = wanted
+        self._standing = Standing(slack=wanted.slack, num_meshes=wanted.num_meshes, wants_ready=wanted.ready)
+        self._parts = Parts(request)
+        self._shares: dict[tuple[object, ...], list[tuple[Sharing, list[Share]]]] = {}
+        self._runs: dict[tuple[object, ...], bool] = {}
         self._rejected: dict[str, int] = {}
-        self._fitting: list[Priced] = []
-        self._best: Priced | None = None
         self._smallest: Priced | None = None
         self._num_priced = 0
         self._num_bounded = 0
 
-    def run(self, *, first: bool) -> Found:
+    def run(self) -> Found:
         """All groups in the order of their bounds, up to the first that cannot matter."""
-        request = self._request
-        found = groups(request, self._rejected, every=self._trainable)
-        if self._trainable:
-            # What stands in the way of 1F1B without sharing stands in the way of all of a group.
-            found = (group for group in found if not why_not_trainable(request.work, group.start))
-        bounded = sorted(((self._bound(group), group) for group in found), key=lambda pair: pair[0])
+        standing = self._standing
+        bounded = sorted(self._bounds(), key=lambda pair: pair[0].seconds)
         for at, (bound, group) in enumerate(bounded):
-            if self._is_out(bound) or (first and self._best is not None):
+            is_over = not self._wanted.exhaustive and bound.seconds > standing.last
+            if is_over or (self._wanted.first and standing.best is not None):
                 self._num_bounded += len(bounded) - at
                 break
-            if self._exhaustive or self._may_matter(group):
-                self._price(group)
-        best = self._best
-        limit = best.seconds * self._slack if best else math.inf
+            self._look_at(group, bound)
+        best = standing.best
         return Found(
             best,
-            _by_mesh(self._fitting),
-            _front([item for item in self._fitting if item.seconds <= limit]),
+            standing.ready,
+            standing.by_mesh(),
+            standing.front(),
             self._smallest,
             best.seconds if best else math.inf,
             self._num_priced,
@@ -144,154 +128,135 @@ class _Search:
             self._rejected,
         )
 
-    def _is_out(self, bound: float) -> bool:
-        best = self._best
-        return best is not None and not self._exhaustive and bound > best.seconds * self._slack
+    def _bounds(self) -> list[tuple[Bound, Group]]:
+        """Every group that is wanted, with its bound."""
+        ready = self._wanted.ready
+        found = []
+        for group in groups(self._request, self._rejected, every=ready):
+            # What stands in the way of 1F1B without sharing stands in the way of all of a group.
+            may_run = ready and self._may_run(group.start)
+            if (may_run or not group.is_beaten) and group.shares and group.schedules:
+                start = with_changes(group.start, recompute=group.recomputes[0])
+                mesh, least = mesh_of(group.start), self._least(group, start)
+                found.append((Bound(mesh, least, is_beaten=group.is_beaten, may_run=may_run), group))
+        return found
 
-    def _bound(self, group: Group) -> float:
-        """No layout of the group is faster: neither bubble nor what data-parallel ranks exchange is in it."""
-        start = _with(group.start, recompute=group.recomputes[0], zero=0, shard=0)
-        step = self._parts.step(start)
-        return step.total - step.bubble - step.gradients - step.optimizer
+    def _may_run(self, start: Layout) -> bool:
+        """Whether training runs 1F1B on these degrees; the micro-batch makes no difference."""
+        words = (start.pipeline_inside, start.half_layers, start.sequence_parallel, start.cp_kind)
+        key = (mesh_of(start), *words)
+        if key not in self._runs:
+            self._runs[key] = not why_not_trainable(self._request.work, start)
+        return self._runs[key]
 
-    def _least(self, layout: Layout, schedule: Schedule, chunks: int) -> float:
-        """No layout with this recomputation and schedule is faster, whatever is shared."""
-        layout = _with(layout, schedule=schedule, chunks=chunks, zero=0, shard=0)
-        if refuse_layout(self._request, layout) is not None:
-            return math.inf
-        step = self._parts.step(layout)
-        return step.total - step.gradients - step.optimizer * (1 - 1 / (layout.dp * layout.cp))
-
-    def _may_matter(self, group: Group) -> bool:
-        """Whether some schedule may be fast enough and the most frugal choices together fit."""
-        start = _with(group.start, recompute=group.recomputes[0])
-        if all(self._is_out(self._least(start, name, chunks)) for name, chunks in group.schedules):
-            self._num_bounded += 1
-            return False
-        return self._may_fit(group)
-
-    def _may_fit(self, group: Group) -> bool:
-        """Whether the group's most frugal choices together fit; the least that was seen is kept."""
+    def _kinds(self, group: Group) -> list[tuple[Sharing, list[Share]]]:
+        """Ways to share without and with weights, each with the least of what they exchange."""
         start = group.start
-        if not group.shares or not group.schedules:
-            return False
-        shares = [_with(start, zero=zero, shard=shard) for zero, shard in group.shares]
-        frugal = min(_most_shared(shares), key=self._bytes)
-        words = [_with(frugal, recompute=recompute) for recompute in group.recomputes]
-        frugal = min(words, key=self._bytes)
+        key = (mesh_of(start), start.pipeline_inside, start.half_layers)
+        found = self._shares.get(key)
+        if found is None:
+            found = []
+            for is_last in (False, True):
+                shares = [share for share in group.shares if (share[0] == 3) is is_last]
+                own = [self._parts.sharing(with_changes(start, zero=z, shard=n)) for z, n in shares]
+                found += [(least_of(own), shares)] if own else []
+            self._shares[key] = found
+        return found
+
+    def _may_matter(self, bound: Bound, seconds: float, num_bytes: float) -> bool:
+        return self._wanted.exhaustive or self._standing.may_matter(bound, seconds, num_bytes)
+
+    def _look_at(self, group: Group, bound: Bound) -> None:
+        """Price what of a group may matter, each kind of recomputation with the least memory that it can have."""
+        if not self._may_matter(bound, bound.seconds, 0.0):
+            self._num_bounded += 1
+            return
+        for recompute in group.recomputes:
+            start = with_changes(group.start, recompute=recompute)
+            least = bound.seconds if recompute == group.recomputes[0] else self._least(group, start)
+            if not self._may_matter(bound, least, 0.0):
+                continue
+            frugal = self._frugal(group, start)
+            if frugal is None or not self._may_matter(bound, least, frugal):
+                continue
+            for seconds, way, shares in self._ways(group, start):
+                if self._may_matter(bound, seconds, frugal):
+                    self._price(way, shares, bound, seconds)
+
+    def _least(self, group: Group, start: Layout) -> float:
+        """No layout of a group with this recomputation is faster."""
+        steps = [self._parts.step(start, sharing=sharing) for sharing, _ in self._kinds(group)]
+        return min(step.total - step.bubble for step in steps)
+
+    def _ways(self, group: Group, start: Layout) -> list[tuple[float, Layout, list[Share]]]:
+        """(bound of the seconds, what is not shared, ways to share) of each schedule, best first."""
+        ways = []
+        for name, chunks in group.schedules:
+            way = with_changes(start, schedule=name, chunks=chunks)
+            refused = refuse_layout(self._request, way)
+            if refused is not None and not way.zero:
+                self._reject(refused.reason)
+                continue
+            for sharing, shares in self._kinds(group):
+                ways.append((self._parts.step(way, sharing=sharing).total, way, shares))
+        return sorted(ways, key=lambda way: way[0])
+
+    def _frugal(self, group: Group, start: Layout) -> float | None:
+        """Bytes of a group's most frugal choices together with this recomputation, None if they do not fit; the least
+        that was seen is kept."""
+        num_bytes = self._parts.bytes
+        shares = [with_changes(start, zero=zero, shard=shard) for zero, shard in _most_shared(group.shares)]
+        frugal = min(shares, key=num_bytes)
         names = group.schedules[:1] if group.schedules[0][0] == "1f1b" else group.schedules
-        frugal = min((_with(frugal, schedule=name, chunks=chunks) for name, chunks in names), key=self._bytes)
-        least = self._bytes(frugal)
+        frugal = min(
+            (with_changes(frugal, schedule=name, chunks=chunks) for name, chunks in names), key=num_bytes
+        )
+        least = num_bytes(frugal)
         if self._smallest is None or least < self._smallest.bytes:
             self._smallest = Priced(frugal, self._parts.step(frugal).total, least)
-        if least > self._request.usable_bytes:
+        if least > self._request.usable_bytes and not self._wanted.exhaustive:
             self._reject(DOES_NOT_FIT)
-            return False
-        return True
+            return None
+        return least
 
-    def _bytes(self, layout: Layout) -> float:
-        return peak_bytes(self._request.work, layout, self._request.cluster).peak
-
-    def _price(self, group: Group) -> None:
-        for recompute in group.recomputes:
-            start = _with(group.start, recompute=recompute)
-            for schedule, chunks in group.schedules:
-                if self._exhaustive or not self._is_out(self._least(start, schedule, chunks)):
-                    self._consider_all(_with(start, schedule=schedule, chunks=chunks), group.shares)
-
-    def _consider_all(self, start: Layout, shares: tuple[tuple[int, int], ...]) -> None:
-        """All ways to share, unless the most frugal ones do not fit."""
-        found = [_with(start, zero=zero, shard=shard) for zero, shard in shares]
-        limit = self._request.usable_bytes
-        if not self._exhaustive and found:
-            refused = refuse_layout(self._request, found[-1])
-            if refused is not None and start.dp * start.cp > 1:
-                self._reject(refused.reason)
+    def _price(self, start: Layout, shares: list[Share], bound: Bound, least: float) -> None:
+        """All ways to share, unless the most frugal ones do not fit or do not matter."""
+        if not self._wanted.exhaustive:
+            frugal = (with_changes(start, zero=zero, shard=shard) for zero, shard in _most_shared(shares))
+            num_bytes = min(self._parts.bytes(layout) for layout in frugal)
+            if num_bytes > self._request.usable_bytes:
+                self._reject(DOES_NOT_FIT, len(shares))
                 return
-            if all(self._bytes(layout) > limit for layout in _most_shared(found)):
-                self._reject(DOES_NOT_FIT, len(found))
+            if not self._may_matter(bound, least, num_bytes):
                 return
-        for layout in found:
-            self._consider(layout)
+        for zero, shard in shares:
+            self._consider(with_changes(start, zero=zero, shard=shard), bound, least)
 
-    def _consider(self, layout: Layout) -> None:
+    def _consider(self, layout: Layout, bound: Bound, least: float) -> None:
         refused = refuse_layout(self._request, layout)
         if refused is not None:
             self._reject(refused.reason)
             return
-        num_bytes = self._bytes(layout)
+        num_bytes = self._parts.bytes(layout)
         if num_bytes > self._request.usable_bytes:
             self._reject(DOES_NOT_FIT)
             return
-        seconds = self._parts.step(layout).total
-        self._num_priced += 1
-        if self._is_out(seconds) or (self._trainable and why_not_trainable(self._request.work, layout)):
+        if not self._may_matter(bound, least, num_bytes):
             return
-        priced = Priced(layout, seconds, num_bytes)
-        self._fitting.append(priced)
-        if self._best is None or priced.order < self._best.order:
-            self._best = priced
+        item = Priced(layout, self._parts.step(layout).total, num_bytes)
+        self._num_priced += 1
+        runs = bound.may_run and not why_not_trainable(self._request.work, layout)
+        self._standing.add(item, is_beaten=bound.is_beaten, runs=runs)
 
     def _reject(self, reason: str, count: int = 1) -> None:
         self._rejected[reason] = self._rejected.get(reason, 0) + count
 
 
-class _Parts:
-    """Seconds of a layer and of the head, computed once for all layouts that share them."""
-
-    def __init__(self, request: Request, fit: Calibration) -> None:
-        self._request = request
-        self._fit = fit
-        self._found: dict[tuple[object, ...], tuple[LayerSeconds, float]] = {}
-
-    def step(self, layout: Layout) -> StepSeconds:
-        """The step of a layout."""
-        request, fit = self._request, self._fit
-        own = layout
-        key = (
-            own.tp,
-            own.cp,
-            own.micro_batch,
-            own.sequence_parallel,
-            own.recompute,
-            own.cp_kind,
-            data_stride(own),
-        )
-        parts = self._found.get(key)
-        if parts is None:
-            parts = (
-                layer_seconds(request.work, layout, request.cluster, fit),
-                head_seconds(request.work, layout, request.cluster, fit),
-            )
-            self._found[key] = parts
-        return step_seconds(request.work, layout, request.cluster, fit, parts=parts)
-
-
-def _with(layout: Layout, **changes: object) -> Layout:
-    """As `dataclasses.replace`, which takes most of a search's time."""
-    return Layout(**{**vars(layout), **changes})  # type: ignore[arg-type]
-
-
-def _most_shared(found: list[Layout]) -> list[Layout]:
+def _most_shared(shares: Sequence[Share]) -> list[Share]:
     """One of these takes the least memory: a later stage of ZeRO shares more, but the last one gathers weights."""
-    most = max(layout.zero for layout in found)
-    last = [layout for layout in found if layout.zero >= most - 1]
-    return [next(layout for layout in last if layout.zero == zero) for zero in {one.zero for one in last}]
-
-
-def _by_mesh(fitting: list[Priced]) -> tuple[Priced, ...]:
-    best: dict[tuple[int, ...], Priced] = {}
-    for item in fitting:
-        own = item.layout
-        mesh = (own.tp, own.pp, own.cp, own.dp)
-        if mesh not in best or item.order < best[mesh].order:
-            best[mesh] = item
-    return tuple(sorted(best.values(), key=lambda item: item.order))
-
-
-def _front(fitting: list[Priced]) -> tuple[Priced, ...]:
-    front: list[Priced] = []
-    for item in sorted(fitting, key=lambda item: item.order):
-        if not front or item.bytes < front[-1].bytes:
-            front.append(item)
-    return tuple(front)
+    most = max(zero for zero, _ in shares)
+    firsts: dict[int, Share] = {}
+    for share in shares:
+        if share[0] >= most - 1:
+            firsts.setdefault(share[0], share)
+    return list(firsts.values())

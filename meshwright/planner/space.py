@@ -7,14 +7,15 @@ micro-batch that has a common divisor with it, where more of dp does the same wi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from meshwright.planner.request import Request
 from meshwright.planner.rules import refuse_mesh
-from meshwright.simulation.job import ContextKind, Layout, Recompute, Schedule
+from meshwright.simulation.job import ContextKind, Layout, Recompute, Schedule, with_changes
 
 # Most sequences of a micro-step: beyond, products are as fast as they get.
 _MOST_MICRO = 64
@@ -31,12 +32,14 @@ class Group:
         schedules: with chunks.
         recomputes: words.
         shares: (zero, ranks that share; 0: all).
+        is_beaten: whether for each of them another layout is never slower nor larger.
     """
 
     start: Layout
     schedules: tuple[tuple[Schedule, int], ...]
     recomputes: tuple[Recompute, ...]
     shares: tuple[tuple[int, int], ...]
+    is_beaten: bool = False
 
 
 def divisors(number: int) -> list[int]:
@@ -53,26 +56,33 @@ def groups(request: Request, rejected: dict[str, int], *, every: bool = False) -
         rejected: changed in place.
         every: also groups that others beat, which may be all that training can run.
     """
+    recomputes = _recomputes(request)
     for mesh in meshes(request):
         refused = refuse_mesh(request, mesh)
         if refused is not None:
             rejected[refused.reason] = rejected.get(refused.reason, 0) + 1
             continue
-        for micro in _micro_batches(request, mesh):
-            for inside in (False, True) if mesh.pp > 1 and mesh.dp * mesh.cp > 1 else (False,):
-                for kind in _context_kinds(request, mesh):
-                    for parallel, halves in _variants(request, mesh, every=every):
-                        yield _group(
-                            request,
-                            replace(
-                                mesh,
-                                micro_batch=micro,
-                                pipeline_inside=inside,
-                                cp_kind=kind,
-                                sequence_parallel=parallel,
-                                half_layers=halves,
-                            ),
-                        )
+        schedules, shares = _schedules(request, mesh), _shares(request, mesh)
+        for start, is_beaten in _starts(request, mesh, every=every):
+            yield Group(start, schedules, recomputes, shares, is_beaten)
+
+
+def _starts(request: Request, mesh: Layout, *, every: bool) -> Iterator[tuple[Layout, bool]]:
+    """Layouts that differ in more than a group does, and whether others are never worse."""
+    variants = _variants(request, mesh, every=every)
+    kinds = _context_kinds(request, mesh)
+    orders = (False, True) if mesh.pp > 1 and mesh.dp * mesh.cp > 1 else (False,)
+    for micro, inside, kind in itertools.product(_micro_batches(request, mesh), orders, kinds):
+        for parallel, halves, is_beaten in variants:
+            start = with_changes(
+                mesh,
+                micro_batch=micro,
+                pipeline_inside=inside,
+                cp_kind=kind,
+                sequence_parallel=parallel,
+                half_layers=halves,
+            )
+            yield start, is_beaten
 
 
 def meshes(request: Request) -> Iterator[Layout]:
@@ -83,7 +93,7 @@ def meshes(request: Request) -> Iterator[Layout]:
             for cp in _sizes(request, "cp", total // tp // pp):
                 dp = total // tp // pp // cp
                 if request.size("dp") in (None, dp):
-                    yield replace(request.base, tp=tp, pp=pp, cp=cp, dp=dp)
+                    yield with_changes(request.base, tp=tp, pp=pp, cp=cp, dp=dp)
 
 
 def _sizes(request: Request, axis: str, total: int) -> list[int]:
@@ -116,25 +126,31 @@ def _context_kinds(request: Request, mesh: Layout) -> tuple[ContextKind, ...]:
     return ("ring", "ulysses", "allgather")
 
 
-def _group(request: Request, start: Layout) -> Group:
-    recomputes: tuple[Recompute, ...] = ("none", "selective", "half", "full")
+def _recomputes(request: Request) -> tuple[Recompute, ...]:
     if "recompute" in request.fixed:
-        recomputes = (cast(Recompute, request.fixed["recompute"]),)
-    elif start.attention != "unfused":
-        recomputes = ("none", "half", "full")  # fused attention keeps no scores that selective could drop
-    return Group(start, _schedules(request, start), recomputes, _shares(request, start))
+        return (cast(Recompute, request.fixed["recompute"]),)
+    if request.base.attention != "unfused":
+        return ("none", "half", "full")  # fused attention keeps no scores that selective could drop
+    return ("none", "selective", "half", "full")
 
 
-def _variants(request: Request, mesh: Layout, *, every: bool) -> list[tuple[bool, bool]]:
-    """(sequence parallelism, half layers as cut units): halves only where they divide and whole layers do not."""
+def _variants(request: Request, mesh: Layout, *, every: bool) -> list[tuple[bool, bool, bool]]:
+    """(sequence parallelism, half layers as cut units, whether another is never worse): halves only where they divide
+    and whole layers do not."""
     layers = request.work.model.num_layers
     cuts = mesh.tp > 1 and request.work.seq_len % (mesh.tp * mesh.cp) == 0
-    parallel = [True, False] if cuts and every else [cuts]
+    parallel = [cuts] if not (cuts and every) else [True, False]
     if "sequence_parallel" in request.fixed:
         parallel = [bool(request.fixed["sequence_parallel"])]
     halves = mesh.pp > 1 and layers % mesh.pp != 0 and 2 * layers % mesh.pp == 0
-    cut_halves = [True, False] if halves and (every or (layers + 2) % mesh.pp == 0) else [halves]
-    return [(first, second) for first in parallel for second in cut_halves]
+    # Where whole layers divide with embedding and head counted as one each, neither way of cutting is always better.
+    is_even = (layers + 2) % mesh.pp == 0
+    cut_halves = [True, False] if halves and (every or is_even) else [halves]
+    return [
+        (first, second, first != parallel[0] or (second != halves and not is_even))
+        for first in parallel
+        for second in cut_halves
+    ]
 
 
 def _schedules(request: Request, start: Layout) -> tuple[tuple[Schedule, int], ...]:

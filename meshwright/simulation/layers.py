@@ -42,25 +42,29 @@ class LayerSeconds:
 
 
 @dataclass(frozen=True)
-class _Products:
+class Products:
+    """Seconds of matrix products: forward, for gradients of inputs, for gradients of weights."""
+
     forward: float
     inputs: float
     weights: float
 
 
-def _products(
+@lru_cache(maxsize=50_000)
+def products_seconds(
     cluster: Cluster, fit: Calibration, shapes: tuple[tuple[int, int, int], ...], precision: str
-) -> _Products:
+) -> Products:
+    """Seconds of products of shapes (m, n, k) and of their gradients."""
+
     def total(order: tuple[int, int, int]) -> float:
         return sum(
             matmul_seconds(cluster.machine, fit, (s[order[0]], s[order[1]], s[order[2]]), precision=precision)
             for s in shapes
         )
 
-    return _Products(total((0, 1, 2)), total((0, 2, 1)), total((2, 1, 0)))
+    return Products(total((0, 1, 2)), total((0, 2, 1)), total((2, 1, 0)))
 
 
-@lru_cache(maxsize=50_000)
 def layer_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> LayerSeconds:
     """Seconds of one layer and one micro-batch."""
     model, t = work.model, layout.tp
@@ -74,7 +78,7 @@ def layer_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibra
         (tokens, ffn * (2 if gated else 1), model.dim),
         (tokens, model.dim, ffn),
     )
-    linear = _products(cluster, fit, shapes, layout.precision)
+    linear = products_seconds(cluster, fit, shapes, layout.precision)
     around = _elementwise(work, layout, cluster, fit, tokens)
     core = _attention(work, layout, cluster, fit)
     forward = linear.forward + around[0] + core[0]
@@ -130,7 +134,7 @@ def _attention(work: Workload, layout: Layout, cluster: Cluster, fit: Calibratio
 
 
 def _tensor_seconds(
-    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, linear: _Products
+    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, linear: Products
 ) -> float:
     """What tp's collectives add: two all-reduces forward, two backward beside weight gradients, again if repeated."""
     if layout.tp == 1:
@@ -171,13 +175,12 @@ def _context_seconds(
     return forward * (2 if layout.recompute == "full" else 1) + backward
 
 
-@lru_cache(maxsize=50_000)
 def head_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:
     """Seconds of the output projection and the loss, forward and backward, of one micro-batch."""
     tokens = layout.micro_batch * work.seq_len // layout.cp
     vocab = -(-work.model.vocab_size // layout.tp)
     vocab += -vocab % 64  # padded, as all of the published systems do
-    done = _products(cluster, fit, ((tokens, vocab, work.model.dim),), "bf16")
+    done = products_seconds(cluster, fit, ((tokens, vocab, work.model.dim),), "bf16")
     loss = stream_seconds(cluster.machine, fit, 24.0 * tokens * vocab, kernels=8)
     return done.forward + done.inputs + done.weights + loss
 

@@ -70,15 +70,55 @@ def state_bytes(
     return numel * weight / cut[0], numel * gradient / cut[1], numel * optimizer / cut[2]
 
 
-def peak_bytes(work: Workload, layout: Layout, cluster: Cluster | None = None) -> PeakBytes:
-    """Predict the peak of the fullest rank; `cluster` is not needed but for devices that are not GPUs."""
-    shards = layout.num_shards
-    numel = stage_numel(work, layout)
-    weights, gradients, optimizer = state_bytes(
-        numel, zero=layout.zero, shards=shards, gradient=layout.gradient_bytes + layout.accumulator_bytes
+@dataclass(frozen=True)
+class States:
+    """Attributes: bytes of weights, gradients, optimizer, which stay, and of weights that zero3 gathers for a while."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+
+
+@dataclass(frozen=True)
+class HeldPieces:
+    """What many layouts have in common.
+
+    Attributes:
+        states: differ with degrees, zero and shard.
+        kept, whole: `kept_layer_bytes` and `whole_layer_bytes`; differ with tp, cp, micro-batch, recomputation and
+            sequence parallelism.
+    """
+
+    states: States
+    kept: float
+    whole: float
+
+
+def states_of(work: Workload, layout: Layout) -> States:
+    """States of the fullest rank."""
+    numel, shards = stage_numel(work, layout), layout.num_shards
+    gradient = layout.gradient_bytes + layout.accumulator_bytes
+    parts = state_bytes(numel, zero=layout.zero, shards=shards, gradient=gradient)
+    is_gathered = layout.zero == 3 and shards > 1
+    return States(*parts, 2 * 2.0 * layer_numel(work) / layout.tp if is_gathered else 0.0)
+
+
+def peak_bytes(
+    work: Workload, layout: Layout, cluster: Cluster | None = None, *, pieces: HeldPieces | None = None
+) -> PeakBytes:
+    """Predict the peak of the fullest rank.
+
+    Args:
+        work: the model and its batch.
+        layout: how it is carried out.
+        cluster: not needed but for devices that are not GPUs.
+        pieces: what is known of it already.
+    """
+    pieces = pieces or HeldPieces(
+        states_of(work, layout), kept_layer_bytes(work, layout), whole_layer_bytes(work, layout)
     )
-    gathered = 2 * 2.0 * layer_numel(work) / layout.tp if layout.zero == 3 and shards > 1 else 0.0
-    first, last = _activations(work, layout)
+    first, last = _activations(work, layout, pieces)
     tokens = layout.micro_batch * work.seq_len / layout.cp
     logits = layout.logit_bytes * tokens * work.model.vocab_size / layout.tp
     if layout.pp > 1 and first >= last + logits:
@@ -86,29 +126,26 @@ def peak_bytes(work: Workload, layout: Layout, cluster: Cluster | None = None) -
     else:
         activations = last
     on_cpu = cluster is not None and cluster.machine.name == "cpu"
+    num_axes = (layout.dp > 1) + (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1)
     return PeakBytes(
-        weights,
-        gradients,
-        optimizer,
-        gathered,
+        pieces.states.weights,
+        pieces.states.gradients,
+        pieces.states.optimizer,
+        pieces.states.gathered,
         activations,
         logits,
-        0.0
-        if on_cpu
-        else _BUFFERS_BYTES * sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp)),
+        0.0 if on_cpu else _BUFFERS_BYTES * num_axes,
         0.0 if on_cpu else _CONTEXT_BYTES,
     )
 
 
-def _activations(work: Workload, layout: Layout) -> tuple[float, float]:
+def _activations(work: Workload, layout: Layout, pieces: HeldPieces) -> tuple[float, float]:
     """What first and last stage keep, the repeated layer included."""
     full, last = stage_layers(work.model.num_layers, layout.pp, halves=layout.half_layers)
-    kept = kept_layer_bytes(work, layout)
-    whole = whole_layer_bytes(work, layout)
-    again = whole if layout.recompute in ("full", "half") else 0.0
+    again = pieces.whole if layout.recompute in ("full", "half") else 0.0
     m = num_microbatches(work, layout)
-    at_first = kept * full * min(in_flight(layout, 0, m), m) + again
-    return at_first, kept * last * min(in_flight(layout, layout.pp - 1, m), m) + again
+    at_first = pieces.kept * full * min(in_flight(layout, 0, m), m) + again
+    return at_first, pieces.kept * last * min(in_flight(layout, layout.pp - 1, m), m) + again
 
 
 def in_flight(layout: Layout, stage: int, m: int) -> float:

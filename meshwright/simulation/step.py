@@ -77,13 +77,58 @@ def stage_layers(num_layers: int, num_stages: int, *, halves: bool = False) -> t
     return float(full), float(num_layers // num_stages)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What data-parallel ranks exchange and update, before anything is hidden, in seconds.
+
+    Attributes:
+        gather, scatter: weights and gradients of one layer and micro-step (zero3).
+        micro: the reduction of each micro-step but the last (zero2).
+        last: what is exchanged at the end of a step.
+        optimizer: the update.
+    """
+
+    gather: float
+    scatter: float
+    micro: float
+    last: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What many layouts have in common.
+
+    Attributes:
+        layer: differs with tp, cp, micro-batch, recomputation, sequence parallelism, kind of attention and rank order.
+        head: likewise.
+        message: seconds between neighbouring stages; with pp as well.
+        sharing: with degrees, zero, shard and rank order.
+    """
+
+    layer: LayerSeconds
+    head: float
+    message: float
+    sharing: Sharing
+
+
+def pieces_of(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> Pieces:
+    """All of a layout's pieces."""
+    return Pieces(
+        layer_seconds(work, layout, cluster, fit),
+        head_seconds(work, layout, cluster, fit),
+        one_message_seconds(work, layout, cluster, fit),
+        sharing_seconds(work, layout, cluster, fit),
+    )
+
+
 def step_seconds(
     work: Workload,
     layout: Layout,
     cluster: Cluster,
     fit: Calibration | None = None,
     *,
-    parts: tuple[LayerSeconds, float] | None = None,
+    pieces: Pieces | None = None,
 ) -> StepSeconds:
     """Predict one step.
 
@@ -92,35 +137,40 @@ def step_seconds(
         layout: how it is carried out; its product must be the cluster's devices.
         cluster: where.
         fit: constants other than the machine's own.
-        parts: seconds of a layer and of the head, of a layout that differs in schedule, zero and shard at most.
+        pieces: `pieces_of` the layout, where they are known.
     """
     fit = fit or calibration_of(cluster.machine)
-    layer, head = parts or (
-        layer_seconds(work, layout, cluster, fit),
-        head_seconds(work, layout, cluster, fit),
-    )
+    pieces = pieces or pieces_of(work, layout, cluster, fit)
+    layer, head = pieces.layer, pieces.head
     m = num_microbatches(work, layout)
-    full, last = stage_layers(work.model.num_layers, layout.pp, halves=layout.half_layers)
-    weights = _weights_seconds(work, layout, cluster, fit, layer)
-    beside = layer.tensor + layer.context + weights
-    one = layer.compute + beside
-    ends_with_head = last * one + head > full * one
-    layers, extra = (last, head) if ends_with_head else (full, 0.0)
-    slowest = layers * one + extra
+    weights = _weights_seconds(layout, fit, layer, pieces.sharing)
+    one = layer.compute + layer.tensor + layer.context + weights
+    layers, extra = slowest_stage(work.model.num_layers, layout, one, head)
     mean = (work.model.num_layers * one + head) / layout.pp
-    bubble = _bubble(layout, mean, layer, mean / one, m)
-    message = _pipeline_seconds(work, layout, cluster, fit)
     return StepSeconds(
         compute=m * (layers * layer.compute + extra),
         recompute=m * layers * layer.again,
-        bubble=bubble,
+        bubble=_bubble(layout, mean, layer, mean / one, m),
         tensor=m * layers * layer.tensor,
         context=m * layers * layer.context,
-        pipeline=(m + layout.pp - 1) * message,
+        # Of one micro-batch on a stage: one forward and one backward for each chunk.
+        pipeline=(m + layout.pp - 1) * 2 * layout.chunks * pieces.message,
         weights=m * layers * weights,
-        gradients=_gradient_seconds(work, layout, cluster, fit, slowest),
-        optimizer=_optimizer_seconds(work, layout, cluster, fit),
+        gradients=_gradient_seconds(layout, fit, m, layers * one + extra, pieces.sharing),
+        optimizer=pieces.sharing.optimizer,
     )
+
+
+def slowest_stage(num_layers: int, layout: Layout, one: float, head: float) -> tuple[float, float]:
+    """Layers of the slowest stage, and what it does besides: the head where the last stage is the slowest.
+
+    Args:
+        num_layers: of the model.
+        layout: its stages.
+        one, head: seconds of a layer and of the head.
+    """
+    full, last = stage_layers(num_layers, layout.pp, halves=layout.half_layers)
+    return (last, head) if last * one + head > full * one else (full, 0.0)
 
 
 def _bubble(layout: Layout, mean: float, layer: LayerSeconds, layers: float, m: int) -> float:
@@ -139,35 +189,23 @@ def _bubble(layout: Layout, mean: float, layer: LayerSeconds, layers: float, m: 
     return (p - 1) * mean / layout.chunks
 
 
-def _pipeline_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:
-    """What messages add to one micro-batch on a stage: one forward and one backward for each chunk."""
+def one_message_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:
+    """An activation, or its gradient, of one micro-batch from a stage to its neighbour."""
     if layout.pp == 1:
         return 0.0
     tokens = layout.micro_batch * work.seq_len // layout.cp
     num_bytes = 2.0 * tokens * work.model.dim / layout.tp
-    one = message_seconds(cluster, fit, num_bytes, stride=pipeline_stride(layout))
-    return 2 * layout.chunks * one
+    return message_seconds(cluster, fit, num_bytes, stride=pipeline_stride(layout))
 
 
-def _weights_seconds(
-    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, layer: LayerSeconds
-) -> float:
+def _weights_seconds(layout: Layout, fit: Calibration, layer: LayerSeconds, sharing: Sharing) -> float:
     """What a layer and micro-batch wait for weights of zero3, beside its computation."""
-    if layout.zero < 3 or layout.num_shards == 1:
+    if not sharing.gather:
         return 0.0
-    numel = layer_numel(work) / layout.tp
-    gather = _group_seconds(work, layout, cluster, fit, 2.0 * numel)
-    reduce = _group_seconds(work, layout, cluster, fit, float(layout.gradient_bytes) * numel)
     hidden = fit.overlap if layout.overlap_gradients else 0.0
-    forward = max(0.0, gather - hidden * (layer.forward + layer.tensor / 2))
+    forward = max(0.0, sharing.gather - hidden * (layer.forward + layer.tensor / 2))
     behind = layer.inputs + layer.weights + layer.again + layer.tensor / 2
-    return forward + max(0.0, gather + reduce - hidden * behind)
-
-
-def _group_seconds(
-    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, num_bytes: float
-) -> float:
-    return collective_seconds(cluster, fit, num_bytes, ranks=layout.num_shards, stride=data_stride(layout))
+    return forward + max(0.0, sharing.gather + sharing.scatter - hidden * behind)
 
 
 def stage_numel(work: Workload, layout: Layout) -> float:
@@ -183,40 +221,43 @@ def stage_numel(work: Workload, layout: Layout) -> float:
     return 2 * held if layout.schedule == "dualpipe" else held
 
 
-def _gradient_seconds(
-    work: Workload, layout: Layout, cluster: Cluster, fit: Calibration, stage: float
-) -> float:
-    ranks = layout.dp * layout.cp
-    if ranks == 1:
-        return 0.0
-    numel, earlier = stage_numel(work, layout), 0.0
-    copies = ranks // layout.num_shards
-    if layout.zero == 3:
-        part = 4.0 * numel / layout.num_shards
-        return collective_seconds(
-            cluster, fit, part, ranks=copies, stride=data_stride(layout) * layout.num_shards, passes=2
-        )
-    grads = layout.gradient_bytes * numel
-    if layout.zero == 0:
-        seconds = collective_seconds(cluster, fit, grads, ranks=ranks, stride=data_stride(layout), passes=2)
-    else:
-        reduce = collective_seconds(cluster, fit, grads, ranks=ranks, stride=data_stride(layout))
-        if layout.zero == 2:
-            # Only parts of sums are kept, so that each micro-step reduces, the earlier ones beside its own backward.
-            hidden = fit.overlap * 0.6 * stage if layout.overlap_gradients else 0.0
-            earlier = (num_microbatches(work, layout) - 1) * max(0.0, reduce - hidden)
-        seconds = reduce + collective_seconds(
-            cluster, fit, 2.0 * numel, ranks=ranks, stride=data_stride(layout)
-        )
-    if layout.overlap_gradients:
-        return earlier + max(0.1 * seconds, seconds - fit.overlap * 0.6 * stage)
-    return earlier + seconds
-
-
-def _optimizer_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:
+def sharing_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> Sharing:
+    """Collectives of a layout's data-parallel ranks, and their updates."""
+    numel = stage_numel(work, layout)
     shards = layout.num_shards if layout.zero else 1
-    numel = stage_numel(work, layout) / shards
-    return _UPDATE_BYTES * numel / (cluster.machine.memory_bandwidth * fit.memory)
+    optimizer = _UPDATE_BYTES * numel / shards / (cluster.machine.memory_bandwidth * fit.memory)
+    ranks, stride = layout.dp * layout.cp, data_stride(layout)
+    if ranks == 1:
+        return Sharing(0.0, 0.0, 0.0, 0.0, optimizer)
+
+    def seconds(num_bytes: float, *, over: int = ranks, away: int = stride, passes: int = 1) -> float:
+        return collective_seconds(cluster, fit, num_bytes, ranks=over, stride=away, passes=passes)
+
+    grads = layout.gradient_bytes * numel
+    if layout.zero == 3:
+        one = layer_numel(work) / layout.tp
+        # Copies sum their shards of gradients once a step.
+        part, copies = 4.0 * numel / shards, ranks // shards
+        last = seconds(part, over=copies, away=stride * shards, passes=2)
+        gather, scatter = (seconds(size * one, over=shards) for size in (2.0, layout.gradient_bytes))
+        return Sharing(gather, scatter, 0.0, last, optimizer)
+    if layout.zero == 0:
+        return Sharing(0.0, 0.0, 0.0, seconds(grads, passes=2), optimizer)
+    reduce = seconds(grads)
+    micro = reduce if layout.zero == 2 else 0.0
+    return Sharing(0.0, 0.0, micro, reduce + seconds(2.0 * numel), optimizer)
+
+
+def _gradient_seconds(layout: Layout, fit: Calibration, m: int, stage: float, sharing: Sharing) -> float:
+    """What is not hidden of the exchange: at the end, and with zero2 of each micro-step before the last, which keeps
+    only parts of sums and reduces beside its own backward."""
+    if layout.zero == 3:
+        return sharing.last
+    if not layout.overlap_gradients:
+        return (m - 1) * sharing.micro + sharing.last
+    hidden = fit.overlap * 0.6 * stage
+    earlier = (m - 1) * max(0.0, sharing.micro - hidden)
+    return earlier + max(0.1 * sharing.last, sharing.last - hidden)
 
 
 def model_flops(work: Workload) -> float:
