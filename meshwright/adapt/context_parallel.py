@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from meshwright.adapt.batch_norm import find_batch_norms
-from meshwright.adapt.dropout import OUTER_CALLS, attention_draw, module_path, seen_inside
+from meshwright.adapt.random_calls import OUTER_CALLS, attention_draw, module_path, seen_inside
 from meshwright.comm.ops import Group
 from meshwright.comm.rng import Draw
 from meshwright.context.attend import attend, calls_of_attention

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from meshwright.adapt.context_hf import describe_mask
 from meshwright.adapt.context_parallel import ContextScope, Kind, Place, check_model, described_attention
-from meshwright.adapt.dropout import attention_draw
+from meshwright.adapt.random_calls import attention_draw
 from meshwright.comm.log import CommLog
 from meshwright.comm.ops import Group
 from meshwright.errors import PlanError

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import get_overridable_functions, resolve_name
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.adapt import dropout
+from meshwright.adapt import random_calls
 from meshwright.adapt.dropout import check_modules, native_warnings, stateless
 from meshwright.comm import ops
 from meshwright.comm.rng import MicroStep
@@ -352,7 +352,7 @@ def _random_operators() -> set[str]:
     return {
         packet._qualified_op_name.removeprefix("aten::")
         for packet in packets
-        if isinstance(packet, torch._ops.OpOverloadPacket) and dropout._is_random(packet)
+        if isinstance(packet, torch._ops.OpOverloadPacket) and random_calls.is_random(packet)
     }
 
 
@@ -384,6 +384,6 @@ def test_every_overridable_function_that_draws_is_in_a_table() -> None:
         resolve_name(function)
         for functions in get_overridable_functions().values()
         for function in functions
-        if _draws(function, operators) and function not in dropout._HANDLERS
+        if _draws(function, operators) and function not in random_calls.HANDLERS
     }
     assert missed <= {"torch.miopen_rnn"}  # the kernel behind torch.lstm on AMD; nobody calls it by its name
