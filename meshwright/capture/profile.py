@@ -28,6 +28,7 @@ from meshwright.errors import PlanError
 from meshwright.graph.repeats import digest_of, find_blocks
 from meshwright.graph.task_graph import Task, TaskGraph, Value
 from meshwright.partitioning.graph_costs import TaskSeconds
+from meshwright.partitioning.unit_costs import on_line
 
 _SAMPLES, _REPEATS = (2, 4, 8), 5
 
@@ -77,7 +78,7 @@ def measured_seconds(
         found = []
         for stretch in stretches:
             forward, backward = zip(*seconds[stretch.digest], strict=True)
-            lines = (_on_line(samples, knots, count) for knots in (forward, backward))
+            lines = (on_line(samples, knots, count) for knots in (forward, backward))
             found.append(TaskSeconds(stretch.first, stretch.stop, *lines))
         return found
 
@@ -169,12 +170,3 @@ def _tensor(graph: TaskGraph, value: Value, sizes: tuple[int, int]) -> Tensor:
     # buffers may be variances: none is below zero
     made = torch.rand(shape, dtype=torch.float32).to(dtype)
     return made.requires_grad_(value.requires_grad)
-
-
-def _on_line(samples: Sequence[int], seconds: Sequence[float], count: int) -> float:
-    """Seconds at `count` samples; proportional where one size was measured, and never below half of the least."""
-    if len(samples) == 1:
-        return seconds[0] * count / samples[0]
-    at = next((i for i in range(1, len(samples)) if count <= samples[i]), len(samples) - 1)
-    slope = max(0.0, (seconds[at] - seconds[at - 1]) / (samples[at] - samples[at - 1]))
-    return max(seconds[at] + slope * (count - samples[at]), min(seconds) / 2)

@@ -592,6 +592,33 @@ CATALOGUE = (
         "Leave out --costs measured: the roofline then prices the block.",
     ),
     CodeEntry(
+        "E276",
+        "a model that cannot be planned",
+        'plan.mode = "auto" runs the loss on small micro-batches without values to see the model\'s parts, and it ran '
+        "with none of these numbers of samples.",
+        'The message has the model\'s own error. Mend it, set plan.micro_batch, or plan.mode = "given".',
+    ),
+    CodeEntry(
+        "E277",
+        "no plan fits in memory",
+        'plan.mode = "auto" looked at all stages, replicas and micro-batches, and at plan.zero 0, 1 and 3 where it is '
+        "open; in the best of them a device still lacks memory. The message says how much.",
+        "More processes, plan.recompute, a smaller batch, or fewer keys of plan that are fixed.",
+    ),
+    CodeEntry(
+        "E278",
+        "keys that leave no plan",
+        'plan.mode = "auto" keeps every key that you give, and with these there is nothing left to choose from.',
+        "Leave one of the keys in the message out.",
+    ),
+    CodeEntry(
+        "E279",
+        "stages of a model that cannot be cut",
+        "plan.pp asks for stages, and the model cannot be followed from module to module: E261, E262 or E263 in the "
+        "message say why.",
+        "Leave plan.pp out, or mend what the message names.",
+    ),
+    CodeEntry(
         "E280",
         "degrees that do not fill the cluster",
         "dp x tp x pp x cp is the number of devices of the cluster that is priced.",
@@ -1021,6 +1048,12 @@ CATALOGUE = (
         "RaNNC's plan is not the best",
         "Its recurrence keeps one plan a state, and one that is worse now can be better later.",
         "Leave out --compat rannc.",
+    ),
+    CodeEntry(
+        "W272",
+        "a model that is not cut",
+        'plan.mode = "auto" could not follow the model from module to module, so every data rank has it whole.',
+        "The message says why; where the model fits, nothing need be done.",
     ),
     CodeEntry(
         "W280",

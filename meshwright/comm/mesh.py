@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -146,6 +146,15 @@ def disconnect() -> None:
     """Leave the process group, if any."""
     if is_connected():
         dist.destroy_process_group()
+
+
+def share_values(value: Any) -> list[Any]:
+    """What every rank of the process group has, in rank order; of one process alone, its own. Values must pickle."""
+    if not is_connected():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def check_transport(transport: TransportName, device: torch.device) -> None:

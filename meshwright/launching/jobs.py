@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.folder import ResumeFrom, find_checkpoints, run_of
 from meshwright.errors import EXIT_OK, CheckpointError
+from meshwright.launching.deciding import with_plan
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.launching.planned import planned
@@ -50,6 +51,10 @@ def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None =
     resolved, _ = planned(resolved, world_size=_world_size(os.environ) if worker else None)
     if not worker:
         processes = local_world_size(resolved.config, num_gpus=num_gpus(os.environ))
+        if resolved.config.plan.mode == "auto":
+            resolved, lines = with_plan(resolved, processes=processes)
+            for line in lines:
+                print(line, file=sys.stderr if json_output else sys.stdout)
         plan_of(resolved.config, world_size=processes)  # a plan that cannot run starts no process
     run_dir, resume_from = _run_dir(resolved, resume, worker=worker)
     if worker:

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import cloudpickle
 
 from meshwright.errors import ConfigError, PlanError, WorkerError
+from meshwright.launching.deciding import decide_locally, with_plan
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.training.config import Resolved, RunConfig, load_config
+from meshwright.training.deciding import decided
 from meshwright.training.planning import local_world_size, num_workers_of, plan_of
 from meshwright.training.units import toml_literal
 from meshwright.verification.cut import cut_overrides, eps_override
@@ -139,6 +141,8 @@ def verify(
 def job_of(functions: Functions, *, plan: str, processes: int, options: VerifyOptions) -> VerifyJob:
     """The comparison that `verify` runs; raises as it does before any process starts."""
     config = _config_of_functions(plan, processes, options)
+    if config.plan.mode == "auto":
+        config = decided(config, decide_locally(config, processes=processes, functions=functions))
     steps = options.get("steps", DEFAULT_STEPS)
     _check_steps(steps)
     return VerifyJob(
@@ -212,6 +216,8 @@ def verify_config(
         is_cut: only said in the result.
         resume: whether another layout also goes on from a checkpoint of the candidate.
     """
+    if resolved.config.plan.mode == "auto":
+        resolved, _ = with_plan(resolved, processes=processes)
     config = resolved.config
     plan = plan_of(config, world_size=processes)
     name = config.model.source.removeprefix("preset:")

@@ -64,7 +64,12 @@ def shares_at(costs_at: CostsAt, samples: int, counts: int) -> Mapping[int, Chai
 
 
 def search(
-    costs_at: CostsAt, problem: Problem, *, batch: int, num_microbatches: tuple[int, ...] = ()
+    costs_at: CostsAt,
+    problem: Problem,
+    *,
+    batch: int,
+    num_microbatches: tuple[int, ...] = (),
+    equal: bool = False,
 ) -> Searched:
     """The least seconds of a step.
 
@@ -73,6 +78,7 @@ def search(
         problem: devices and rules; its shares and micro-batches are replaced.
         batch: samples of a step.
         num_microbatches: what to try; empty: all divisors of the batch up to four times the devices.
+        equal: all stages have as many replicas, and these as many samples of each micro-batch.
 
     Raises:
         DoesNotFitError: E270 where nothing fits, for the number of micro-batches that lacks least.
@@ -89,13 +95,9 @@ def search(
             raise PlanError(
                 "E271", f"{count} micro-batches do not divide a batch of {batch}; choose from {legal}"
             )
-        given = dataclasses.replace(
-            problem,
-            shares=shares_at(cached, batch // count, problem.num_devices),
-            num_microbatches=count,
-            objective="1f1b",
-        )
-        givens.append((Completions(given).bound(), len(givens), given))
+        given = dataclasses.replace(problem, num_microbatches=count, objective="1f1b")
+        for alike in _with_shares(given, cached, batch // count, equal=equal):
+            givens.append((Completions(alike).bound(), len(givens), alike))
     for least, _, given in sorted(givens):
         if best is not None and least >= best.step_seconds:
             break
@@ -114,8 +116,30 @@ def search(
                 break  # with less time for gradients the stages only get longer
             limit = _STEP * gradients
     if best is None:
-        raise failures[-1]
+        raise failures[-1] if failures else _none_is_equal(problem, batch)
     return dataclasses.replace(best, bound=min(bound, best.step_seconds))
+
+
+def _with_shares(given: Problem, costs_at: CostsAt, samples: int, *, equal: bool) -> Iterator[Problem]:
+    """The problem with what replicas do; where all stages have equally many, one problem for each such number."""
+    if not equal:
+        yield dataclasses.replace(given, shares=shares_at(costs_at, samples, given.num_devices))
+        return
+    least, most = given.stages
+    for replicas in _divisors(samples, given.num_devices):
+        stages = given.num_devices // replicas
+        if stages * replicas == given.num_devices and least <= stages <= most:
+            shares = {replicas: costs_at(samples // replicas)}
+            yield dataclasses.replace(given, shares=shares, stages=(stages, stages))
+
+
+def _none_is_equal(problem: Problem, batch: int) -> PlanError:
+    least, most = problem.stages
+    return PlanError(
+        "E271",
+        f"{least} to {most} stages with as many replicas each do not use exactly {problem.num_devices} devices with "
+        f"equal parts of {batch} samples; let the stages divide the devices, and the replicas the batch",
+    )
 
 
 def search_rannc(

@@ -64,7 +64,8 @@ class Problem:
         sharded: bytes of state that are cut over a stage's replicas.
         routing: of tensors that skip stages.
         forbidden: cuts that are not allowed.
-        most_gradient_seconds: a stage whose all-reduce of gradients takes longer is not allowed.
+        update_seconds: of the optimizer, for a byte of weights.
+        most_gradient_seconds: a stage whose all-reduce of gradients and update take longer is not allowed.
     """
 
     shares: Mapping[int, Chain] = field(hash=False)
@@ -78,6 +79,7 @@ class Problem:
     sharded: float = 0.0
     routing: Routing = "relay"
     forbidden: frozenset[int] = frozenset()
+    update_seconds: float = 0.0
     most_gradient_seconds: float = math.inf
 
     @property
@@ -146,9 +148,10 @@ class StageCosts:
         return forward, chain.backward / speed + (forward if self.problem.recompute else 0.0)
 
     def gradient_seconds(self, replicas: int) -> Table:
-        """Of a stage's all-reduce on a ring, at the slowest bandwidth of all groups."""
+        """Of a stage's all-reduce on a ring, at the slowest bandwidth of all groups, and of its update."""
         slowest = min(group.bandwidth for group in self.problem.groups)
-        return 2 * (replicas - 1) / replicas * self.problem.shares[replicas].params / slowest
+        for_a_byte = 2 * (replicas - 1) / replicas / slowest + self.problem.update_seconds
+        return for_a_byte * self.problem.shares[replicas].params
 
     def memory(self, replicas: int, num_after: int) -> Table:
         """Bytes of a device of a stage that `num_after` stages follow; infinite where its gradients take too long."""

@@ -100,6 +100,12 @@ class Job:
                 f"plan.processes={config.plan.processes}, but {world.size} processes started. A script is started by "
                 f"`meshwright train script.py -n {config.plan.processes}`; leave plan.processes out.",
             )
+        if config.plan.mode == "auto":
+            raise PlanError(
+                "E278",
+                'plan.mode = "auto" looks at the model before ranks are laid out, and a loop of your own shows it '
+                "after. Train by a run file (meshwright train run.toml), or leave plan.mode out.",
+            )
         if config.plan.sync == "parameter_server":
             raise PlanError(
                 "E223",

@@ -28,6 +28,7 @@ from meshwright.layout.tensor_layout import CutRegion
 from meshwright.pipeline.executor import PipelineExecutor
 from meshwright.training import header
 from meshwright.training.activations import budget_schedules, subject_of
+from meshwright.training.agreeing import agree_on_plan
 from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.asynchronous import AsynchronousRun, alone_state
 from meshwright.training.checkpoints import Checkpoints, Resumed, resume_lines
@@ -102,6 +103,7 @@ def run_worker(
     connect(world, device=device, timeout_seconds=2 * config.train.watchdog + 60)
     try:
         with Watchdog(log, limit_seconds=config.train.watchdog, folder=run_dir, world_size=world.size):
+            config = agree_on_plan(config, world, device=device, say=console.line)
             run = Run(config, world, run_dir=run_dir, console=console, device=device, log=log)
             with closing(run.mesh):
                 return run.train(resume, stop)

@@ -65,7 +65,6 @@ _Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "mode": ("given",),
         "ep": (1,),
         "transport": ("auto", "gloo", "shm", "nccl"),
     }

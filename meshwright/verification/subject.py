@@ -21,6 +21,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout.plan import Precision
 from meshwright.nested import map_tensors
 from meshwright.sharding.memory import give_memory
+from meshwright.training.config import RunConfig
 from meshwright.training.determinism import prepare
 from meshwright.training.flops import FlopsPerSample
 from meshwright.training.initialise import call_build, first_values
@@ -76,10 +77,15 @@ def make_subject(job: VerifyJob) -> Task:
     Raises:
         ConfigError: as `make_task`, and E111, E112, E105 for Python objects.
     """
-    prepare(seed=job.config.train.seed, deterministic=job.config.train.deterministic)
-    if job.functions is None:
-        return make_task(job.config)
-    return _task_of(job.functions, seed=job.config.train.seed, precision=job.plan.precision)
+    return make_task_of(job.config, job.functions)
+
+
+def make_task_of(config: RunConfig, functions: Functions | None) -> Task:
+    """The task of `functions`, or without them of `config`; raises as `make_subject`."""
+    prepare(seed=config.train.seed, deterministic=config.train.deterministic)
+    if functions is None:
+        return make_task(config)
+    return _task_of(functions, seed=config.train.seed, precision=config.plan.precision)
 
 
 def _task_of(functions: Functions, *, seed: int, precision: Precision) -> Task:

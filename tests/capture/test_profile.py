@@ -67,15 +67,6 @@ def test_parts_sum_to_what_was_measured(graph, tmp_path):
     assert sum(parts.forward[n] for n in first) == pytest.approx(rows[0].forward)
 
 
-@pytest.mark.parametrize(("count", "seconds"), [(2, 2.0), (3, 2.5), (8, 7.0), (16, 15.0), (1, 1.5)])
-def test_seconds_lie_on_a_line_between_measured_samples(count, seconds):
-    assert profile._on_line((2, 4, 8), (2.0, 3.0, 7.0), count) == seconds
-
-
-def test_seconds_of_one_size_are_proportional():
-    assert profile._on_line((4,), (2.0,), 6) == 3.0
-
-
 def test_what_cannot_be_measured(graph, tmp_path):
     with pytest.raises(PlanError, match="E275 net was read by onnx: it cannot be run"):
         measured_seconds(dataclasses.replace(graph, source="onnx"), tmp_path)

@@ -236,7 +236,6 @@ def test_a_run_of_seconds_needs_a_schedule_without_a_total():
 @pytest.mark.parametrize(
     "override",
     [
-        "plan.mode=auto",
         "plan.ep=2",
         "log.to=['wandb']",
     ],

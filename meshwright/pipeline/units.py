@@ -1,0 +1,351 @@
+"""The units of a model, between any two of which a pipeline can cut it, and what they cost here.
+
+Each structurally different unit runs alone, forward and backward, by the code that runs a stage, on random tensors of
+the shapes that reach it and with random weights of its own: a model of any size needs the memory of one unit. What it
+keeps for backward is counted by the storages that autograd saves.
+
+Must not know what the costs are for, nor ranks.
+Simplifications: a tensor that is made anew by several units counts in each; two units are alike that call modules of
+the same classes with parameters of the same shapes on tensors of the same shapes, with equally many FLOPs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.errors import MeshwrightError, PlanError
+from meshwright.nested import map_tensors, tensors_in
+from meshwright.partitioning.chain import Tie
+from meshwright.partitioning.unit_costs import Passed, Unit, UnitCosts
+from meshwright.pipeline.cut import Cut, Stage, cut_points, make_stages
+from meshwright.pipeline.record import Loss, Twin
+from meshwright.pipeline.stage import Holder, StageRun
+from meshwright.pipeline.tape import Slot, Tape
+
+# At least so many timings of a unit, and until they took so long together, but never more than the last.
+_FEWEST, _SECONDS, _MOST = 3, 0.06, 25
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """A micro-batch of one size: its tensors, what the loss does with it, and what each unit does of that."""
+
+    inputs: Mapping[int, Tensor]
+    tape: Tape
+    units: list[Stage]
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Of one unit at one size."""
+
+    forward: float
+    backward: float
+    kept_bytes: float
+
+
+def finest_cut(tape: Tape) -> Cut:
+    """The cut into as many stages as there can be, each with something to compute."""
+    computes = [bool(call.module) and not free for call, free in zip(tape.calls, tape.is_free, strict=True)]
+    points = [p for p in cut_points(tape) if any(computes[:p])]
+    return Cut(tuple(tape.calls[p].anchor for p in points))
+
+
+class Units:
+    """A model with its loss, recorded at some sizes and cut as finely as can be.
+
+    Args:
+        twin: the model without memory.
+        sized: what the loss does, by samples.
+        cut: the finest.
+        model: as it was given.
+
+    Attributes:
+        digest: equal for models whose units take equally long.
+    """
+
+    def __init__(self, twin: Twin, sized: Mapping[int, _Sized], cut: Cut, model: nn.Module) -> None:
+        self._twin, self._sized, self._cut, self._model = twin, sized, cut, model
+        self._samples = sorted(sized)
+        modules = dict(twin.model.named_modules())
+        self._kinds = [
+            tuple(_digest(sized[size], number, modules) for size in self._samples)
+            for number in range(cut.num_stages)
+        ]
+        self.digest = repr((self._samples, cut.starts, self._kinds, _held(sized[self._samples[0]], model)))
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        loss: Loss,
+        batch: Callable[[int], Any],
+        samples: Sequence[int],
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+    ) -> Units:
+        """Record a model.
+
+        Args:
+            model: whole and as the user built it, with parameters of the masters' type; it may be on the meta device.
+            loss: (model, batch) -> (sum, count).
+            batch: a micro-batch of so many samples.
+            samples: sizes to measure; those at which the model does not run are left out.
+            device: where ranks compute.
+            compute_dtype: of forward and backward, where that is another than the parameters have.
+
+        Raises:
+            PlanError: E261 to E264 for a model that cannot be followed; E276 for one that runs at none of the sizes.
+        """
+        twin = Twin(model, device, compute_dtype)
+        sized, cut = _recorded(twin, loss, batch, samples)
+        return cls(twin, sized, cut, model)
+
+    def measure(self) -> UnitCosts:
+        """What each unit takes: one of each kind is run."""
+        bench = _Bench(self._twin)
+        timed: dict[object, list[_Timed]] = {}
+        try:
+            for number, kind in enumerate(self._kinds):
+                if kind not in timed:
+                    timed[kind] = [bench.time(self._sized[size], number) for size in self._samples]
+        finally:
+            bench.close()
+        found = [timed[kind] for kind in self._kinds]
+        trained, fixed, ties = _held(self._sized[self._samples[0]], self._model)
+        units = tuple(
+            Unit(
+                name,
+                tuple(x.forward for x in found[number]),
+                tuple(x.backward for x in found[number]),
+                tuple(x.kept_bytes for x in found[number]),
+                trained[number],
+                fixed[number],
+            )
+            for number, name in enumerate(("", *self._cut.starts))
+        )
+        passed = _passed([self._sized[size] for size in self._samples])
+        return UnitCosts(type(self._model).__name__, tuple(self._samples), units, passed, ties)
+
+
+def _recorded(
+    twin: Twin, loss: Loss, batch: Callable[[int], Any], samples: Sequence[int]
+) -> tuple[dict[int, _Sized], Cut]:
+    """What the loss does at each size at which it runs."""
+    sized: dict[int, _Sized] = {}
+    cut: Cut | None = None
+    first = (0, 0)
+    failure: Exception | None = None
+    for size in sorted(samples, reverse=True):  # what one sample does may be a special case
+        given = map_tensors(batch(size), lambda x: x.to(twin.device))
+        try:
+            tape = twin.record(loss, given, training=True)
+        except MeshwrightError:
+            raise
+        # What a model cannot do with few samples, e.g. batch statistics of one, it says in as many ways.
+        except Exception as error:
+            failure = error
+            continue
+        shape = (len(tape.calls), len(tape.values))
+        if cut is None:
+            cut, first = finest_cut(tape), shape
+        if shape != first:
+            continue  # numbers of values would not be the same
+        inputs = dict(zip(tape.inputs, tensors_in(given), strict=True))
+        sized[size] = _Sized(inputs, tape, make_stages(tape, cut))
+    if cut is None:
+        assert failure is not None, "no size was given"
+        raise PlanError(
+            "E276",
+            f"{type(twin.model).__name__} cannot be planned: it runs with none of {', '.join(map(str, samples))} "
+            f"samples in a micro-batch ({type(failure).__name__}: {' '.join(str(failure).split())[:200]}). Mend that, "
+            f'or lay the run out yourself with plan.mode="given".',
+        ) from failure
+    return sized, cut
+
+
+def _digest(at: _Sized, number: int, modules: Mapping[str, nn.Module]) -> object:
+    """What units that take equally long have alike."""
+    tape, stage = at.tape, at.units[number]
+    calls = []
+    for position in stage.calls:
+        call = tape.calls[position]
+        inside = modules[call.module].modules() if call.module else ()
+        what = tuple(type(m).__qualname__ for m in inside) or (str(getattr(call.function, "__name__", "")),)
+        weights = tuple(tuple(p.shape) for p in modules[call.module].parameters()) if call.module else ()
+        numbers = (*call.inputs, *(n for n in call.outputs if n >= 0))
+        calls.append((what, weights, call.cost, tuple(_kind(tape, n) for n in numbers)))
+    ends = tuple(_kind(tape, n) for n in (*stage.receives, *stage.sends))
+    return tuple(calls), ends, number == len(at.units) - 1
+
+
+def _kind(tape: Tape, number: int) -> object:
+    value = tape.values[number]
+    return value.shape, value.dtype, value.needs_grad
+
+
+class _Bench:
+    """Runs units of a twin on tensors with memory, and takes the memory away again."""
+
+    def __init__(self, twin: Twin) -> None:
+        self._twin, self._device = twin, twin.device
+        named = [*twin.model.named_parameters(), *twin.model.named_buffers()]
+        self._empty = {twin.held[id(x)]: x for _, x in named}
+        self._generator = torch.Generator(twin.device).manual_seed(0)
+
+    def time(self, at: _Sized, number: int) -> _Timed:
+        """Median seconds of one unit, and bytes that it keeps."""
+        stage, tape = at.units[number], at.tape
+        names = {name for position in stage.calls for name in tape.calls[position].held}
+        weights = {name: self._real(self._empty[name]) for name in names}
+        self._swap(weights)
+        try:
+            known = [*weights.values(), *at.inputs.values()]
+            holder = Holder(self._twin.model)
+            received = {n: self._random(tape, n) for n in stage.receives}
+            kept = _Keeping(known)
+            with saved_tensors_hooks(kept.pack, _same):
+                self._once(at, number, holder, received)
+            times: list[tuple[float, float]] = []
+            while len(times) < _FEWEST or (sum(map(sum, times)) < _SECONDS and len(times) < _MOST):
+                times.append(self._once(at, number, holder, received))
+        finally:
+            self._swap({name: self._empty[name] for name in names})
+        forwards, backwards = zip(*times, strict=True)
+        return _Timed(statistics.median(forwards), statistics.median(backwards), float(kept.bytes))
+
+    def _once(
+        self, at: _Sized, number: int, holder: Holder, received: Mapping[int, Tensor]
+    ) -> tuple[float, float]:
+        fresh = {n: x.detach().requires_grad_(x.requires_grad) for n, x in received.items()}
+        run = StageRun(at.tape, at.units[number], at.inputs, fresh)
+        divisor = 1.0 if number == len(at.units) - 1 else None
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            started = self._now()
+            run.forward(holder)
+            middle = self._now()
+            gradients = {n: torch.ones_like(run.output(n)) for n in run.wanted}
+            ready = self._now()
+            run.backward(gradients, divisor=divisor)
+            return middle - started, self._now() - ready
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _real(self, empty: Tensor) -> Tensor:
+        """Random values in the place of a parameter or buffer; buffers may be variances: none is below zero."""
+        shape, dtype = empty.shape, empty.dtype
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        values = torch.rand(shape, dtype=dtype, device=self._device, generator=self._generator)
+        if not isinstance(empty, nn.Parameter):
+            return values
+        made = nn.Parameter((values - 0.5) * 0.1, requires_grad=empty.requires_grad)
+        made.grad = torch.zeros_like(made) if made.requires_grad else None
+        return made
+
+    def _random(self, tape: Tape, number: int) -> Tensor:
+        value = tape.values[number]
+        if not value.dtype.is_floating_point:  # masks let everything through
+            return torch.full(value.shape, value.dtype == torch.bool, dtype=value.dtype, device=self._device)
+        values = torch.randn(value.shape, dtype=value.dtype, device=self._device, generator=self._generator)
+        return values.requires_grad_(value.needs_grad)
+
+    def _swap(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put `tensors` where the model has what is called so now, under all its names."""
+        model = self._twin.model
+        now = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+        for module in model.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for key, x in table.items():
+                    if x is not None and now[id(x)] in tensors:
+                        table[key] = tensors[now[id(x)]]
+
+    def close(self) -> None:
+        """The twin is without memory again."""
+        self._swap(self._empty)
+
+
+class _Keeping:
+    """Bytes of the storages that autograd saves, but for those of `known` tensors."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        self._seen = {x.untyped_storage().data_ptr() for x in known}
+        self.bytes = 0
+
+    def pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return x
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _held(at: _Sized, model: nn.Module) -> tuple[list[float], list[float], tuple[Tie, ...]]:
+    """Bytes of trained weights and of other tensors of each unit alone, and trained weights of several."""
+    users: dict[str, list[int]] = {}
+    for number, stage in enumerate(at.units):
+        for name in dict.fromkeys(n for position in stage.calls for n in at.tape.calls[position].held):
+            users.setdefault(name, []).append(number)
+    trained, fixed, ties = [0.0] * len(at.units), [0.0] * len(at.units), []
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        size = float(x.numel() * x.element_size())
+        readers = users.get(name, [0])
+        if not x.requires_grad:
+            for number in readers:
+                fixed[number] += size
+        elif len(readers) == 1:
+            trained[readers[0]] += size
+        else:
+            ties.append(Tie(tuple(readers), size, name))
+    return trained, fixed, tuple(ties)
+
+
+def _passed(sizes: Sequence[_Sized]) -> tuple[Passed, ...]:
+    """What units hand to later ones, with bytes at each size."""
+    first = sizes[0]
+    unit_of = {
+        position: number
+        for number, stage in enumerate(first.units)
+        for position in stage.calls
+        if not first.tape.is_free[position]
+    }
+    ends: dict[int, set[int]] = {}
+    for position, number in unit_of.items():
+        for n in first.tape.calls[position].inputs:
+            ends.setdefault(n, set()).add(number)
+    last = len(first.units) - 1
+    counted = (first.tape.count.number,) if isinstance(first.tape.count, Slot) else ()
+    for n in (first.tape.total, *counted):
+        ends.setdefault(n, set()).add(last)
+    found = []
+    for n, readers in sorted(ends.items()):
+        producer = unit_of.get(first.tape.values[n].maker)
+        later = tuple(sorted(x for x in readers if producer is not None and x > producer))
+        if producer is not None and later:
+            found.append(Passed(producer, later, tuple(_bytes(at.tape, n) for at in sizes)))
+    return tuple(found)
+
+
+def _bytes(tape: Tape, number: int) -> float:
+    value = tape.values[number]
+    numel = 1
+    for extent in value.shape:
+        numel *= extent
+    return float(numel * value.dtype.itemsize)

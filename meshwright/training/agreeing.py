@@ -1,0 +1,45 @@
+"""`plan.mode = "auto"` where ranks were started by somebody else: all measure, and all decide the same.
+
+Owns the order. Our own launcher decides before it starts ranks (`launching/deciding.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from meshwright.comm.mesh import World, share_values
+from meshwright.training.auto import measured_units
+from meshwright.training.config import RunConfig, default_cache_dir
+from meshwright.training.deciding import Measured, agreed, decide, decided, sizes_to_measure
+from meshwright.training.task import Task, make_task
+
+
+def agree_on_plan(
+    config: RunConfig, world: World, *, device: torch.device, say: Callable[[str], None]
+) -> RunConfig:
+    """The configuration with a plan that all connected ranks have decided alike; every rank calls.
+
+    Raises:
+        MeshwrightError: as `measured_units` and `decide`.
+    """
+    if config.plan.mode != "auto":
+        return config
+    mine = measure_rank(config, make_task(config), world, device=device)
+    decision = decide(config, agreed(share_values(mine)), world_size=world.size)
+    for line in decision.lines:
+        say(line)
+    return decided(config, decision)
+
+
+def measure_rank(config: RunConfig, task: Task, world: World, *, device: torch.device) -> Measured:
+    """What this rank measures of the model of `config`, while all others of its host do the same."""
+    return measured_units(
+        task,
+        sizes_to_measure(config, world.size),
+        precision=config.plan.precision,
+        device=device,
+        processes=world.local_size,
+        cache_dir=config.data.cache_dir or default_cache_dir(),
+    )
