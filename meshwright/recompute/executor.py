@@ -9,7 +9,8 @@ broken, because a model changes something between two layers, keeps the input th
 Calls refer to earlier calls only, so that whatever backward is done with is freed at once.
 
 Randomness replays: the state of generators before a layer's first run is put back for each later one. The last layer of
-a part ends as soon as autograd has all it needs.
+a part ends as soon as autograd has all it needs. A module that works in place (`nn.ReLU(inplace=True)`) may change its
+own input: then a copy of it is kept, and each further run gets a copy.
 
 Limits: a module must save the same tensors each time it runs on the same inputs (checked), and must not keep state of
 its own that its forward changes, batch statistics apart (`adapt/batch_norm.py`).
@@ -116,6 +117,10 @@ class Recomputer:
         # The newest call and its results: what the next one may be linked to. Weak: what nobody needs goes at once.
         self._newest: weakref.ref[_Call] | None = None
         self._results: list[tuple[weakref.ref[Tensor], int]] = []
+        # Layers that change their inputs in place, or may: until a forward shows that they do not.
+        self._overwriting = {
+            layer for layer, (_, module) in enumerate(self._modules) if _may_overwrite(module)
+        }
         self.reruns: dict[str, int] = {name: 0 for name in modules}
 
     def install(self) -> Callable[[], None]:
@@ -134,9 +139,15 @@ class Recomputer:
         if not torch.is_grad_enabled():
             return self._forwards[layer](*args, **kwargs)
         call = self._make_call(layer, redo, args, kwargs)
+        given = list(tensors_in((args, kwargs))) if layer in self._overwriting else []
+        versions = [tensor._version for tensor in given]
+        if given:
+            call.arguments.copy()
 
         with saved_tensors_hooks(lambda tensor: Holder(call, tensor), self._open):
             result = self._forwards[layer](*args, **kwargs)
+        if given and versions == [tensor._version for tensor in given]:
+            self._overwriting.discard(layer)
         self._newest = weakref.ref(call)
         self._results = [(weakref.ref(tensor), tensor._version) for tensor in tensors_in(result)]
         return result
@@ -234,6 +245,11 @@ class _Wrapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._owner.run(self._layer, self._redo, args, kwargs)
+
+
+def _may_overwrite(module: nn.Module) -> bool:
+    """Whether a module of torch in it has been told to work in place."""
+    return any(getattr(part, "inplace", False) for part in module.modules())
 
 
 def _redo_by_layer(schedule: Span) -> list[Redo | None]:

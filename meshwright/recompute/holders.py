@@ -177,6 +177,7 @@ class Input:
         value: the tensor, outside of any graph; None where it is made again, or is a weight.
         source: which result makes it again.
         weight: where a weight lies: its memory may be another unit's by then (zero3).
+        is_overwritten: whether the run may change it in place.
     """
 
     needs_grad: bool
@@ -184,6 +185,7 @@ class Input:
     value: Tensor | None
     source: int = -1
     weight: Callable[[], Tensor] | None = None
+    is_overwritten: bool = False
 
     def again(self, made: list[Tensor], what: str) -> Tensor:
         """The tensor for a second run, outside of the first graph, wanting a gradient as the first.
@@ -196,7 +198,7 @@ class Input:
             NumericsError: E241 where it was changed in place meanwhile.
         """
         if self.source >= 0:
-            return made[self.source].detach().requires_grad_(self.needs_grad)
+            return self._fresh(made[self.source])
         if self.weight is not None:
             return self.weight().detach().requires_grad_(self.needs_grad)
         assert self.value is not None, f"an input of {what} was given up too early"
@@ -207,7 +209,14 @@ class Input:
                 f"that it cannot run again. Use the operation that is not in place, or leave it out: "
                 f'plan.recompute = {{"PATTERN" = "none", ...}}.',
             )
-        return self.value.detach().requires_grad_(self.needs_grad)
+        return self._fresh(self.value)
+
+    def _fresh(self, tensor: Tensor) -> Tensor:
+        x = tensor.detach().requires_grad_(self.needs_grad)
+        if not self.is_overwritten:
+            return x
+        with torch.enable_grad():  # a leaf must not be changed in place
+            return x.clone()
 
 
 @dataclass(eq=False)
@@ -242,6 +251,14 @@ class Arguments:
     def again(self, made: list[Tensor], what: str) -> Any:
         """The value for a second run; see `Input.again`."""
         return placed(self.value, [x.again(made, what) for x in self.inputs])
+
+    def copy(self) -> None:
+        """Before the first run of what may change its inputs in place: keep them as they are."""
+        for x in self.inputs:
+            x.is_overwritten = x.weight is None
+            if x.value is not None:
+                x.value = x.value.clone()
+                x.version = x.value._version
 
     def linked(self, made: list[Tensor], what: str) -> Any:
         """As `again`, with results of the same run as they are, inside its graph."""
