@@ -118,25 +118,28 @@ class ContextScope(TorchFunctionMode):
             self._is_on = False
 
     @contextmanager
-    def forward(self, place: Place) -> Iterator[None]:
-        """Around a forward over sequences that are cut so.
+    def forward(self, place: Place, *, is_whole: bool = True) -> Iterator[None]:
+        """Around a forward over sequences that are cut so; `is_whole`: of a whole model, which has attention.
 
         Raises:
             PlanError: E250 for attention that is refused, E254 for what would see this rank's positions only.
         """
-        self._place, self.region.cut, self.num_calls = place, place.cut, 0
+        self.num_calls = 0
         self._is_forward = True
         try:
-            with self.entered():
+            with self.backward(place):
                 yield
         finally:
             self._is_forward = False
-        if not self.num_calls:
-            raise PlanError(
-                "E254",
-                f"plan.cp = {self.group.size}: no attention was seen in the forward. It must call torch's "
-                f"scaled_dot_product_attention, or be a model of transformers. Set plan.cp=1.",
-            )
+        if is_whole and not self.num_calls:
+            raise no_attention(self.group.size)
+
+    @contextmanager
+    def backward(self, place: Place) -> Iterator[None]:
+        """Around what runs of such sequences again, where other forwards may have been between."""
+        self._place, self.region.cut = place, place.cut
+        with self.entered():
+            yield
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -273,6 +276,15 @@ class _Keep:
         rows = rows * self.length + queries.clamp(max=last)[:, None]
         kept = self.draw.keep_at(rows * self.length + keys.clamp(max=last))
         return kept.to(self.dtype).mul_(self.draw.scale)
+
+
+def no_attention(num_ranks: int) -> PlanError:
+    """E254."""
+    return PlanError(
+        "E254",
+        f"plan.cp = {num_ranks}: no attention was seen in the forward. It must call torch's "
+        f"scaled_dot_product_attention, or be a model of transformers. Set plan.cp=1.",
+    )
 
 
 def check_model(model: nn.Module, num_ranks: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.adapt.context_parallel import no_attention
 from meshwright.comm.ops import PipelineGroups
 from meshwright.errors import PlanError
 from meshwright.layout.plan import TrainPlan
@@ -64,10 +65,14 @@ def plan_pipeline(
 
     Raises:
         PlanError: E202, E260 for stages that do not fit; E261, E262, E263 for a model that cannot be followed; E230;
+            E254 for one without attention whose sequences are cut;
             E265 for running statistics where several ranks run a stage.
     """
-    twin = Twin(model, device, compute_dtype)
+    cp = plan.mesh.size("cp")
+    twin = Twin(model, device, compute_dtype, cuts_sequences=cp > 1)
     tape = twin.record(loss, batch, training=True)
+    if cp > 1 and not tape.num_attentions:
+        raise no_attention(cp)
     name = type(model).__name__
     warnings: tuple[str, ...] = ()
     if plan.stages:

@@ -15,7 +15,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshwright.comm import ops
 from meshwright.comm.ops import Handle, PipelineGroups
 from meshwright.nested import tensors_in
 from meshwright.pipeline.cut import Cut, Stage, make_stages
+from meshwright.pipeline.part import Part
 from meshwright.pipeline.record import Loss, Twin
 from meshwright.pipeline.stage import Holder, StageRun
 from meshwright.pipeline.tape import Tape
@@ -40,8 +41,6 @@ POSTED_AHEAD = 2
 SENDS_OPEN = 2
 # (step, micro-batch, random calls of the stages before) -> around a forward (True) or a part of its backward (False)
 Randomness = Callable[[int, int, int], Callable[[bool], AbstractContextManager[None]]]
-# batch -> this rank's part of it, and what is entered around its forwards
-CutBatch = Callable[[Any], tuple[Any, Callable[[], AbstractContextManager[Any]]]]
 # (micro-batch, calls of modules that stages before have made) -> around the forward
 Watch = Callable[[int, Mapping[str, int]], AbstractContextManager[None]]
 # (computation, seconds of the clock when it had what it needs and when it was done, CPU seconds of this thread)
@@ -50,12 +49,12 @@ Clock = Callable[[Action, float, float, float], None]
 
 @dataclass(frozen=True)
 class _Batch:
-    """A micro-batch: its tensors by number, what the stages do with it, and what is entered around its forwards."""
+    """A micro-batch: its tensors by number, what the stages do with it, and what it is a part of."""
 
     inputs: dict[int, Tensor]
     tape: Tape
     stages: list[Stage]
-    scope: Callable[[], AbstractContextManager[Any]]
+    part: Part
 
 
 @dataclass
@@ -105,8 +104,8 @@ class PipelineExecutor:
         scopes: what is entered around every pass besides, outside of dropout's.
         inner_scopes: the same, inside.
         watch: what is entered around every forward of training.
-        cut_batch: this rank's part of the sequences of a batch; None: it has them whole.
         clock: is told of every computation of training, for timelines; None: nothing is timed.
+        cut_batch: this rank's part of the sequences of a batch.
         shared: sums of gradients over ranks that hold the same parameters.
     """
 
@@ -139,8 +138,8 @@ class PipelineExecutor:
         self.inner_scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
         self._declared: Counter[tuple[str, str]] = Counter()
         self.watch: Watch | None = None
-        self.cut_batch: CutBatch | None = None
         self.clock: Clock | None = None
+        self.cut_batch: Callable[[Any], Part] = Part
 
     @property
     def opened(self) -> frozenset[str]:
@@ -218,7 +217,7 @@ class PipelineExecutor:
         engine.start_forward()
         with ExitStack() as stack:
             self._enter(stack, now, (stage, m), is_forward=True)
-            stack.enter_context(batch.scope())
+            stack.enter_context(batch.part.forward())
             if self.watch is not None:
                 calls = {tape.calls[i].module: tape.calls[i].number for i in reversed(stages[stage].calls)}
                 stack.enter_context(self.watch(m, calls))
@@ -226,6 +225,7 @@ class PipelineExecutor:
         now.runs[stage, m] = run
         if stage == self.schedule.num_stages - 1:
             total, count = run.loss()
+            batch.part.check_count(count)
             tally += torch.tensor([float(total.detach()), count], dtype=torch.float64)
         else:
             self._hand(now, "F", action, stage + 1, {n: run.output(n) for n in run.stage.sends})
@@ -239,6 +239,7 @@ class PipelineExecutor:
         last = not splits and self._is_last_work(now)
         with self._pass(engine, last=last), ExitStack() as stack:
             self._enter(stack, now, (stage, m), is_forward=False)
+            stack.enter_context(self._batch(now, m).part.backward())
             if splits:
                 stack.enter_context(self._deferred(now, (stage, m)))
             owed = run.backward(gradients, divisor=now.divisor if is_last_stage else None)
@@ -295,11 +296,9 @@ class PipelineExecutor:
         return now.batches[m]
 
     def _prepared(self, batch: Any, *, training: bool) -> _Batch:
-        scope: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if self.cut_batch is not None:
-            batch, scope = self.cut_batch(batch)
-        tape, stages = self.stages_of(batch, training=training)
-        return _Batch(dict(zip(tape.inputs, tensors_in(batch), strict=True)), tape, stages, scope)
+        part = self.cut_batch(batch)
+        tape, stages = self.stages_of(part.batch, training=training)
+        return _Batch(dict(zip(tape.inputs, tensors_in(part.batch), strict=True)), tape, stages, part)
 
     def stages_of(self, batch: Any, *, training: bool) -> tuple[Tape, list[Stage]]:
         """What every stage does for a batch of this shape."""
@@ -392,10 +391,11 @@ class PipelineExecutor:
             with ExitStack() as stack:
                 for scope in (*self.scopes, *self.inner_scopes):
                     stack.enter_context(scope())
-                stack.enter_context(prepared.scope())
+                stack.enter_context(prepared.part.forward())
                 run.forward(self._holder)
             if number == len(stages) - 1:
                 total, count = run.loss()
+                prepared.part.check_count(count)
                 result = (total.detach(), count)
             else:
                 values = {n: run.output(n) for n in stage.sends}

@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from meshwright.adapt import precision
+from meshwright.adapt import context_hf, precision
+from meshwright.adapt.context_parallel import Kind, described_attention
 from meshwright.adapt.dropout import counting
 from meshwright.capture.attention_masks import masks_as_in_training
 from meshwright.errors import PlanError
@@ -48,7 +50,7 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-_HARMLESS = (enum.Enum, type, nn.Module, torch.Generator, range)
+_HARMLESS = (enum.Enum, type, nn.Module, torch.Generator, range, Kind)
 
 
 class Twin:
@@ -59,6 +61,7 @@ class Twin:
         device: where ranks compute.
         compute_dtype: of forward and backward, where that is another than the parameters have.
         open_also: names of further modules to open, so that stages may begin inside.
+        cuts_sequences: whether attention meets over ranks, which have parts of sequences.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Twin:
         compute_dtype: torch.dtype | None = None,
         *,
         open_also: Collection[str] = (),
+        cuts_sequences: bool = False,
     ) -> None:
         # Not of the documented API: capture/export.py relies on it too.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -84,6 +88,8 @@ class Twin:
             self.held[id(memo[id(x)])] = name
         self.model = copy.deepcopy(model, memo)
         precision.install(self.model, compute_dtype)
+        if cuts_sequences:
+            context_hf.install(self.model)
         self.names = {id(module): name for name, module in self.model.named_modules()}
         self.opened = opened_modules(self.model) | set(open_also)
         self.trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
@@ -159,6 +165,7 @@ class _Recorder(TorchFunctionMode):
         self._storages: dict[int, int] = {}
         self._times: Counter[str] = Counter()
         self._inside = False
+        self._num_attentions = 0
         self._flops = _Flops()
         self._draws: Callable[[], int] = lambda: 0
         self._inputs = tuple(self._new(x, -1) for x in tensors_in(batch))
@@ -193,10 +200,11 @@ class _Recorder(TorchFunctionMode):
             torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._inside:
-            return func(*args, **kwargs)
-        return self._write("", func, args, kwargs, run=func)
+        kwargs, run = kwargs or {}, func
+        if func is described_attention:
+            run = _attention_of_any_mask
+        self._num_attentions += func in (described_attention, F.scaled_dot_product_attention)
+        return run(*args, **kwargs) if self._inside else self._write("", func, args, kwargs, run=run)
 
     def _whole(self, name: str, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         def run(*a: Any, **k: Any) -> Any:
@@ -326,8 +334,16 @@ class _Recorder(TorchFunctionMode):
             counted,
             self._twin.trained,
             opened,
+            self._num_attentions,
         )
         return tape.with_free()
+
+
+def _attention_of_any_mask(
+    query: Tensor, key: Tensor, value: Tensor, kind: Kind, *, dropout_p: float, scale: float | None
+) -> Tensor:
+    """What `described_attention` will give, by its shape, with its random call."""
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, enable_gqa=True)
 
 
 def _named(what: Any) -> str:

@@ -7,7 +7,7 @@ batch. Must not know how a tape is recorded, nor ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class Tape:
         count: number of the loss's count, or the count itself.
         trained: names of parameters and buffers that get a gradient.
         opened: modules that were not called as wholes.
+        num_attentions: calls of attention that can be computed over ranks.
     """
 
     calls: tuple[Call, ...]
@@ -111,6 +112,7 @@ class Tape:
     count: int | float | Slot
     trained: frozenset[str]
     opened: frozenset[str]
+    num_attentions: int = 0
     is_free: tuple[bool, ...] = field(default=())
 
     def with_free(self) -> Tape:
@@ -126,16 +128,7 @@ class Tape:
             plain = plain and not any(self.values[n].storage in changed for n in call.inputs)
             makers = (self.values[n].maker for n in call.inputs)
             free.append(plain and all(m < 0 or free[m] for m in makers))
-        return Tape(
-            self.calls,
-            self.values,
-            self.inputs,
-            self.total,
-            self.count,
-            self.trained,
-            self.opened,
-            tuple(free),
-        )
+        return replace(self, is_free=tuple(free))
 
     def joined(self) -> dict[int, str]:
         """Positions between which no stage may begin, with why: memory that is changed in place stays on one stage.

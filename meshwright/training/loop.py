@@ -26,6 +26,7 @@ from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import NumericsError
 from meshwright.layout.tensor_layout import CutRegion
 from meshwright.pipeline.executor import PipelineExecutor
+from meshwright.pipeline.part import Part
 from meshwright.training import header
 from meshwright.training.activations import budget_schedules, subject_of
 from meshwright.training.agreeing import agree_on_plan
@@ -229,7 +230,7 @@ class Run:
             self.plan,
             self.groups,
             device=self.device,
-            cut_batch=None if self.context is None else cutter(self.context),
+            cut_batch=Part if self.context is None else cutter(self.context),
         )
         for text in () if made is None else made.plan.warnings:
             self.console.line(text)

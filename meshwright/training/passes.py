@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from meshwright.adapt.context_parallel import ContextScope, in_context
 from meshwright.pipeline.executor import PipelineExecutor
+from meshwright.pipeline.part import Part
 from meshwright.training.randomness import StatelessDraws
 from meshwright.training.sequences import cutter, over_sequences
 from meshwright.training.stages import evaluated
@@ -17,7 +18,7 @@ from meshwright.training.step import Loss
 def loss_of_rank(loss: Loss, context: ContextScope | None, executor: PipelineExecutor | None) -> Loss:
     """`loss` of whole batches as this rank computes it: on its part of each sequence, through its stages."""
     if executor is not None:
-        executor.cut_batch = None if context is None else cutter(context)
+        executor.cut_batch = Part if context is None else cutter(context)
         return evaluated(executor)
     return loss if context is None else over_sequences(loss, context)
 

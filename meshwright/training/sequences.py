@@ -16,7 +16,6 @@ whose second dim is that long is cut along it, all else stays whole. The loss th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.sequence import CpKind, SequenceCut, cut_sequence, padding
 from meshwright.models.hf_loss import next_token_labels
 from meshwright.models.loss import IGNORED_LABEL
+from meshwright.pipeline.part import Part
 from meshwright.training.step import Loss
 
 _TOKENS = ("tokens", "input_ids")
@@ -64,13 +64,18 @@ def over_sequences(loss: Loss, scope: ContextScope) -> Loss:
     return on_part
 
 
-def cutter(scope: ContextScope) -> Callable[[Any], tuple[Any, Callable[[], AbstractContextManager[Any]]]]:
-    """For a model in stages: a batch -> this rank's part of its sequences, and what is entered around each forward."""
+def cutter(scope: ContextScope) -> Callable[[Any], Part]:
+    """For a model in stages, of which some may have no attention: a batch -> this rank's part of its sequences."""
 
-    def cut(batch: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
+    def cut(batch: Any) -> Part:
         found = cut_sequence(length_of(batch), scope.group.size, scope.kind)
         part, place = cut_batch(batch, found, scope.group.index)
-        return part, lambda: scope.forward(place)
+        return Part(
+            part,
+            forward=lambda: scope.forward(place, is_whole=False),
+            backward=lambda: scope.backward(place),
+            check_count=lambda count: _check_count(part, count),
+        )
 
     return cut
 

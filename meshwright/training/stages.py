@@ -21,6 +21,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.plan import TrainPlan
 from meshwright.pipeline.build import PipelinePlan, plan_pipeline
 from meshwright.pipeline.executor import PipelineExecutor
+from meshwright.pipeline.part import Part
 from meshwright.pipeline.ties import SharedParameters
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES
@@ -67,7 +68,7 @@ def make_pipeline(
     groups: DataGroups,
     *,
     device: torch.device,
-    cut_batch: Callable[[Any], tuple[Any, Any]] | None = None,
+    cut_batch: Callable[[Any], Part] = Part,
 ) -> Pipeline | None:
     """The pipeline of a run; None where the plan has none.
 
@@ -78,7 +79,7 @@ def make_pipeline(
         plan: of the run.
         groups: of this rank.
         device: where it computes.
-        cut_batch: this rank's part of a batch, where sequences are cut.
+        cut_batch: this rank's part of a batch.
 
     Raises:
         PlanError: see `plan_pipeline`; E267 for tied weights with whole owners.
@@ -91,9 +92,8 @@ def make_pipeline(
     batch = cast_batch(
         Batches(data, geometry, seed=0).micro_batch(0, 0), MASTER_DTYPES[plan.precision], device
     )
-    batch = batch if cut_batch is None else cut_batch(batch)[0]
     made = plan_pipeline(
-        model, loss, batch, plan, device=device, compute_dtype=COMPUTE_DTYPES[plan.precision]
+        model, loss, cut_batch(batch).batch, plan, device=device, compute_dtype=COMPUTE_DTYPES[plan.precision]
     )
     _check_owners(plan, made.holders)
     return Pipeline(made, loss, Deferral() if made.schedule.splits_backward else None)

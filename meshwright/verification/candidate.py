@@ -29,6 +29,7 @@ from meshwright.layout.accounting import copies_calls, declared_calls
 from meshwright.layout.tensor_layout import TensorLayout, TokenRange
 from meshwright.layout.uses import calls_of_uses
 from meshwright.pipeline.executor import PipelineExecutor
+from meshwright.pipeline.part import Part
 from meshwright.recompute.install import reruns_of_model
 from meshwright.sharding.engine import ShardParameter
 from meshwright.training.activations import budget_schedules, subject_of
@@ -122,7 +123,7 @@ def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: flo
         plan,
         groups,
         device=torch.device("cpu"),
-        cut_batch=None if context is None else cutter(context),
+        cut_batch=Part if context is None else cutter(context),
     )
     engine = shard_model(
         task.model,

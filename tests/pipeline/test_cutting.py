@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.pipeline.build import plan_pipeline
 from meshwright.pipeline.cut import Cut, balanced_cut, make_stages, named_cut, uneven_warning
 from meshwright.pipeline.prune import holders_of, prune
 from meshwright.pipeline.record import Twin
@@ -49,6 +50,7 @@ def test_a_model_of_any_size_is_recorded_without_memory(gpt_tape):
         "final_norm",
         "head",
     ]
+    assert gpt_tape.num_attentions == 4
     # Of the embedding, and in a block of attention and two residuals.
     assert [call.draws for call in gpt_tape.calls if call.draws] == [1, 3, 3, 3, 3]
 
@@ -91,6 +93,14 @@ def test_memory_that_is_changed_in_place_stays_on_one_stage():
     with pytest.raises(PlanError, match=r"E260.*no stage can begin at '1': module '1' changes in place"):
         named_cut(tape, ["1"], model="Sequential")
     assert named_cut(tape, ["2"], model="Sequential") == Cut(("2",))
+
+
+def test_sequences_are_cut_of_models_with_attention_alone():
+    """A stage may be without, a model may not."""
+    plan = make_plan(PlanRequest(pp=2, cp=2), world_size=4, global_batch=4)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with pytest.raises(PlanError, match=r"E254 plan.cp = 2: no attention was seen in the forward"):
+        plan_pipeline(model, lambda m, b: (m(b).sum(), 2), torch.randn(2, 6), plan, device=CPU)
 
 
 def test_a_batch_that_is_changed_in_place_is_refused():

@@ -162,6 +162,7 @@ def test_running_statistics_of_a_stage_on_two_ranks_are_refused(verifier):
         ("gpt", "pp=2,tp=2,zero=3", 8, {}),
         ("gpt", "pp=2,cp=2,tp=2", 8, {}),
         ("gpt", "pp=2,cp=2,zero=3", 8, {}),
+        ("llama", "pp=2,cp=2,zero=3,schedule=interleaved", 4, {}),  # the first stage has no attention
     ],
 )
 def test_pipelines_compose(verifier, subject, plan, processes, options):

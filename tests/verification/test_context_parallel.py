@@ -183,6 +183,15 @@ CASES = as_cases(
 )
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("subject", ["window", "packed", "padded", "bert"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_stages_know_masks_of_their_micro_batch(verifier, subject, recompute):
+    """pitfall: a backward that runs layers again takes the documents of the newest micro-batch."""
+    keys = f"pp=2,cp=2,recompute={recompute}"
+    check(verifier, subject, keys, 4)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_context_parallel_is_one_device(verifier, case):
     kind = case["kind"] if case["kind"] != "2d" or factors(case["cp"])[0] > 1 else "ring"
