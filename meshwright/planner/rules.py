@@ -117,13 +117,10 @@ def _refuse_pipeline(request: Request, layout: Layout) -> Rejection | None:
             "dualpipe needs even stages and twice as many micro-batches",
             f"pp={layout.pp} with {m} micro-batches; it needs an even pp and an even number from {2 * layout.pp}",
         )
-    # Fewer leave gaps that gradients of weights cannot fill; the closed forms of the bubble are of a full pipeline.
-    pp = layout.pp
-    least = {"zb-h1": pp, "zb-h2": 2 * pp - 1, "zb-v": 2 * pp}.get(layout.schedule, 1)
-    if m < least:
+    if layout.schedule == "zb-v" and m < 2 * layout.pp:
         return Rejection(
             "zero bubble with too few micro-batches",
-            f"{layout.schedule} on {layout.pp} stages fills its gaps from {least} micro-batches, here are {m}",
+            f"zb-v on {layout.pp} ranks is an order of at least {2 * layout.pp} micro-batches, here are {m}",
         )
     if layout.schedule in _ZERO_BUBBLE and layout.recompute in ("full", "half"):
         return Rejection(

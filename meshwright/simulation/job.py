@@ -74,6 +74,8 @@ class Layout:
         cp_kind: how attention sees the whole sequence: keys and values go round, heads are exchanged for tokens, or all
             keys and values are gathered.
         pipeline_inside: whether the stages of a pipeline are neighbours and data-parallel ranks lie outside of them.
+        joined_steps: whether a rank of the pipeline begins the next step while others end this one, its update being
+            validated afterwards; else all wait for the norm of all gradients.
         half_layers: whether a stage may begin between attention and the feed-forward part.
     """
 
@@ -99,6 +101,7 @@ class Layout:
     cp_kind: ContextKind = "ring"
     pipeline_inside: bool = False
     half_layers: bool = False
+    joined_steps: bool = False
 
     @property
     def num_devices(self) -> int:

@@ -162,6 +162,8 @@ def _layout(row: Row, world: int) -> Layout:
         logit_bytes=14 if "fsdp2" in lower else 6,
         accumulator_bytes=2 if "fp32 grad accumulation" in lower else 0,
         overlap_gradients=is_fsdp or engine or "ddp=torch" in lower or "overlap" in lower,
+        # Implementations of these schedules validate updates afterwards (Qi et al. 2024, section 4).
+        joined_steps=_schedule(row).startswith("zb"),
         overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
     )
 

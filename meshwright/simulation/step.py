@@ -1,7 +1,8 @@
 """Seconds of one training step of a decoder transformer under any layout, with its parts.
 
-Simplifications: all ranks are equally fast; schedules count by their closed forms of the bubble
-(`meshwright/simulation/timeline.py` runs one event by event); the loss is computed where the last layer is.
+Simplifications: all ranks are equally fast; schedules count by their longest paths (`meshwright/schedule/bubble.py`),
+stages being equal (`meshwright/simulation/timeline.py` runs one event by event); the loss is computed where the last
+layer is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.presets.calibration import Calibration, calibration_of
 from meshwright.presets.counts import matmul_flops_per_token, num_parameters
+from meshwright.schedule.bubble import extra_seconds
 from meshwright.simulation.collectives import collective_seconds, message_seconds
 from meshwright.simulation.job import (
     Cluster,
@@ -146,11 +148,14 @@ def step_seconds(
     weights = _weights_seconds(layout, fit, layer, pieces.sharing)
     one = layer.compute + layer.tensor + layer.context + weights
     layers, extra = slowest_stage(work.model.num_layers, layout, one, head)
-    mean = (work.model.num_layers * one + head) / layout.pp
+    # Of a mean stage: the slowest one's own time is in the micro-batches.
+    mean = _passes(layer, weights, work.model.num_layers / layout.pp, head / layout.pp)
     return StepSeconds(
         compute=m * (layers * layer.compute + extra),
         recompute=m * layers * layer.again,
-        bubble=_bubble(layout, mean, layer, mean / one, m),
+        bubble=extra_seconds(
+            layout.schedule, layout.pp, m, mean, chunks=layout.chunks, joined=layout.joined_steps
+        ),
         tensor=m * layers * layer.tensor,
         context=m * layers * layer.context,
         # Of one micro-batch on a stage: one forward and one backward for each chunk.
@@ -173,20 +178,19 @@ def slowest_stage(num_layers: int, layout: Layout, one: float, head: float) -> t
     return (last, head) if last * one + head > full * one else (full, 0.0)
 
 
-def _bubble(layout: Layout, mean: float, layer: LayerSeconds, layers: float, m: int) -> float:
-    """Seconds that the slowest stage waits."""
-    p = layout.pp
-    if p == 1:
-        return 0.0
-    if layout.schedule == "serial":
-        return (p - 1) * mean * m
-    # A zero-bubble schedule fills the ramp with gradients of weights: W of each stage once (h1) or twice.
-    times = {"zb-h1": 1, "zb-h2": 2, "zb-v": 3, "dualpipe": 3}.get(layout.schedule, 0)
-    if times:
-        spare = times * layer.weights * layers
-        inputs_side = mean - layer.weights * layers
-        return max(0.0, (p - 1) * (inputs_side - spare))
-    return (p - 1) * mean / layout.chunks
+def _passes(layer: LayerSeconds, weights: float, layers: float, head: float) -> tuple[float, float, float]:
+    """Forward, gradients of inputs and of weights of `layers` layers and a part of the head, one micro-batch.
+
+    What is not hidden of communication is waited for half in forward, half with gradients of inputs; the head's
+    products are a third each.
+    """
+    beside = (layer.tensor + layer.context + weights) / 2
+    third = head / 3
+    return (
+        layers * (layer.forward + beside) + third,
+        layers * (layer.inputs + layer.again + beside) + third,
+        layers * layer.weights + third,
+    )
 
 
 def one_message_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:

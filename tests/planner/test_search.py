@@ -155,7 +155,7 @@ def test_rules_say_with_which_numbers_they_refuse():
         "exceed 32 layers": replace(base, pp=32, schedule="zb-v"),
         "2 micro-batches on 4 stages": Layout(dp=32, pp=4, schedule="interleaved", chunks=2),
         "recompute=full does not": replace(base, schedule="zb-h1", recompute="full"),
-        "from 8 micro-batches, here are 4": Layout(dp=16, pp=4, schedule="zb-v"),
+        "an order of at least 8 micro-batches, here are 4": Layout(dp=16, pp=4, schedule="zb-v"),
         "an even number from 32": replace(base, pp=16, schedule="dualpipe"),
     }
     for text, layout in layouts.items():
