@@ -92,3 +92,25 @@ def test_errors_name_value_and_rule(make, text) -> None:
 def test_a_mesh_names_every_axis_in_order() -> None:
     with pytest.raises(AssertionError, match="names every axis in order"):
         MeshSpec((Axis("tp", 2), Axis("pp", 1)))
+
+
+def test_a_mesh_of_teams_is_no_product():
+    """One rank, then three: each place is a group along dp_shard, and along pp all ranks are peers."""
+    mesh = MeshSpec.of_teams([[0], [1, 3, 2]])
+    assert (mesh.world_size, mesh.sizes()) == (4, {"pp": 2, "dp": 3, "cp": 1, "tp": 1})
+    assert [mesh.coordinates(rank)["pp"] for rank in range(4)] == [0, 1, 1, 1]
+    assert mesh.groups(DATA) == [(0,), (1, 2, 3)]
+    assert mesh.groups(("pp",)) == [(0, 1, 2, 3)]
+    assert [mesh.index(rank, DATA) for rank in range(4)] == [0, 0, 1, 2]
+    assert [mesh.rank(mesh.coordinates(rank)) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_teams_that_are_a_product_are_that_mesh():
+    assert MeshSpec.of_teams([[0, 1], [2, 3]]) == MeshSpec.of(pp=2, dp_shard=2)
+    assert MeshSpec.of_teams([[2, 3], [0, 1]]).teams == ((2, 3), (0, 1))
+
+
+@pytest.mark.parametrize("teams", [[], [[0], []], [[0], [0, 1]], [[1], [2]]])
+def test_teams_that_are_not_all_ranks_once(teams):
+    with pytest.raises(PlanError, match=r"E231.*each rank from 0 on belongs to one place"):
+        MeshSpec.of_teams(teams)

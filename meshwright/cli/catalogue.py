@@ -428,6 +428,20 @@ CATALOGUE = (
         "Allow more, or put fewer stages on a rank.",
     ),
     CodeEntry(
+        "E235",
+        "stages of unlike numbers of ranks with what they cannot be with",
+        "plan.stage_ranks gives each place of a pipeline its own data-parallel ranks. The ranks of a stage do not "
+        "share matrices or sequences, nor hold several copies, and there is more than one place.",
+        "Leave the other key out, or give plan.pp and plan.dp, with which all places have equally many ranks.",
+    ),
+    CodeEntry(
+        "E236",
+        "a value that cannot be cut by samples between stages",
+        "Between places with unlike numbers of ranks each rank sends the rows of the samples that both ends have. This "
+        "value has no dim with just the samples: they are folded into another dim, or it is of all of them together.",
+        "Begin the stage elsewhere (plan.stages), or give both places as many ranks.",
+    ),
+    CodeEntry(
         "E240",
         "a word that plan.recompute does not know",
         "plan.recompute is none, full, selective, every:k, constant, offload or budget:BYTES, for all repeated blocks, "

@@ -275,7 +275,7 @@ class Mesh:
                 if tensor is None
                 else replace(groups, model=tensor, tensor=tensor, world=self.group("world"))
             )
-        along = PipelineGroups(self.group("pp"), self.group("pp up"), self.group("pp down"))
+        along = PipelineGroups(self.group("pp"), self.group("pp up"), self.group("pp down"), self.spec.teams)
         model = self.group("model") if tensor is not None else along.all
         return replace(groups, model=model, tensor=tensor, pipeline=along, world=self.group("world"))
 
@@ -300,15 +300,14 @@ class Mesh:
     def _make_group(self, name: str, axes: Sequence[str]) -> Group:
         ranks = self.spec.peers(self.rank, axes)
         index = self.spec.index(self.rank, axes)
+        own = name in ("pp up", "pp down")  # NCCL has a communicator a pair of ranks and group
+        process_group = dist.group.WORLD
+        if len(ranks) < self.spec.world_size or own:
+            # Every rank makes every group, in the same order, those that it is not in as well: torch's rule.
+            groups = [group for group in self.spec.groups(axes) if len(group) > 1]
+            process_group = {group: dist.new_group(list(group)) for group in groups}.get(ranks)
         if len(ranks) == 1:
             return Group(name, ranks, 0, None, self.log)
-        own = name in ("pp up", "pp down")  # NCCL has a communicator a pair of ranks and group
-        if len(ranks) == self.spec.world_size and not own:
-            process_group = dist.group.WORLD
-        else:
-            # Every rank makes every group, in the same order: torch's rule.
-            made = {group: dist.new_group(list(group)) for group in self.spec.groups(axes)}
-            process_group = made[ranks]
         return Group(name, ranks, index, self._transport(process_group, ranks, index), self.log)
 
     def _server_groups(self) -> dict[str, Group]:

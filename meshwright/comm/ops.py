@@ -46,35 +46,48 @@ class Group:
 class PipelineGroups:
     """The ranks that hold the stages of one copy of the model, in their order along the pipeline.
 
-    A group for each direction: NCCL has one order of messages a pair and communicator.
+    A group for each direction: NCCL has one order of messages a pair and communicator. Where places along the pipeline
+    have unlike numbers of ranks, the groups are all ranks of the run.
 
     Attributes:
         all: for what they do together.
         up: messages to ranks behind.
         down: messages to ranks before.
+        teams: for each place the ranks there, as places in `all`; empty: each rank is a place.
     """
 
     all: Group
     up: Group
     down: Group
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.all.size
+    teams: tuple[tuple[int, ...], ...] = ()
 
     @property
     def index(self) -> int:
-        """This rank's place."""
+        """This rank among `all`."""
         return self.all.index
 
+    @property
+    def place(self) -> int:
+        """This rank's place along the pipeline."""
+        return self.place_of(self.index)
+
+    def place_of(self, index: int) -> int:
+        """The place of a rank of `all`."""
+        if not self.teams:
+            return index
+        return next(place for place, team in enumerate(self.teams) if index in team)
+
+    def team_at(self, place: int) -> tuple[int, ...]:
+        """The ranks of `all` at a place."""
+        return self.teams[place] if self.teams else (place,)
+
     def to(self, index: int) -> Group:
-        """For a message to the rank at a place."""
-        return self.up if index > self.index else self.down
+        """For a message to a rank of `all`."""
+        return self.up if self.place_of(index) > self.place else self.down
 
     def coming_from(self, index: int) -> Group:
-        """For a message from the rank at a place."""
-        return self.up if index < self.index else self.down
+        """For a message from a rank of `all`."""
+        return self.up if self.place_of(index) < self.place else self.down
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,24 @@ class DataGroups:
     def reader_index(self) -> int:
         """Which of these parts is this rank's."""
         return self.workers.index // (1 if self.context is None else self.context.size)
+
+    @property
+    def has_teams(self) -> bool:
+        """Whether places along the pipeline have unlike numbers of ranks; `model` then is every rank of the run."""
+        return self.pipeline is not None and bool(self.pipeline.teams)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what all data-parallel ranks know enters sums over `model` from this one: it does once."""
+        return not self.has_teams or self.all.index == 0
+
+    @property
+    def num_alike(self) -> int:
+        """Ranks of `model` that have the last stage and see the same samples."""
+        assert self.model is not None, "a whole model has no parts"
+        if self.has_teams:
+            return 1
+        return self.model.size if self.pipeline is None else self.model.size // self.pipeline.all.size
 
     @property
     def everyone(self) -> Group:

@@ -88,14 +88,21 @@ def _check_geometry(geometry: BatchGeometry) -> None:
 
 
 def heldout_batches(
-    dataset: MapStyle, num_samples: int, *, batch_size: int, dp_size: int = 1, dp_rank: int = 0
+    dataset: MapStyle,
+    num_samples: int,
+    *,
+    batch_size: int,
+    dp_size: int = 1,
+    dp_rank: int = 0,
+    most_ranks: int | None = None,
 ) -> Iterator[Any]:
     """This rank's batches of an evaluation over `num_samples` held-out samples (fewer where there are fewer).
 
     Over all ranks every chosen sample occurs exactly once, and the choice depends on the dataset's length and
     `num_samples` alone; so sum and count over ranks give one value on every mesh. Every rank yields the same
-    number of batches, none empty, so collectives inside them match. Batches are as equal as can be; one has
-    `batch_size` samples at most, or one more where `dp_size` does not divide the samples.
+    number of batches, none empty, so collectives inside them match. What ranks read as one batch is cut from the
+    samples first and then over them, so that it is the same for places of a pipeline with unlike numbers of ranks.
+    Batches are as equal as can be; one has `batch_size` samples at most, or one more where ranks do not divide them.
 
     Args:
         dataset: the held-out split.
@@ -103,25 +110,28 @@ def heldout_batches(
         batch_size: samples per rank and batch.
         dp_size: number of data-parallel ranks.
         dp_rank: index of this rank among them.
+        most_ranks: of the place of a pipeline with the most; None: all have `dp_size`.
 
     Raises:
         ConfigError: E105 where there are fewer samples than data-parallel ranks.
     """
     assert batch_size >= 1, f"batch_size {batch_size} must be at least 1"
-    total = min(num_samples, len(dataset))
-    if total < dp_size:
+    total, most = min(num_samples, len(dataset)), most_ranks or dp_size
+    if total < most:
         raise ConfigError(
             "E105",
-            f"evaluation has {total} held-out samples for {dp_size} data-parallel ranks and needs one "
+            f"evaluation has {total} held-out samples for {most} data-parallel ranks and needs one "
             "for each; raise train.eval_samples, set data.eval to a larger source, or lower data.seq_len",
         )
     chosen = np.sort(sample_ids(0, total, num_samples=len(dataset), seed=_HELDOUT_SEED))
-    mine = even_part(total, dp_size, dp_rank)
-    num_batches = -(-(total // dp_size) // batch_size)
-    return _collated(dataset, chosen[mine.start : mine.stop], num_batches)
+    num_batches = -(-(total // most) // batch_size)
+    return _collated(dataset, chosen, num_batches, dp_size=dp_size, dp_rank=dp_rank)
 
 
-def _collated(dataset: MapStyle, ids: npt.NDArray[np.int64], num_batches: int) -> Iterator[Any]:
+def _collated(
+    dataset: MapStyle, ids: npt.NDArray[np.int64], num_batches: int, *, dp_size: int, dp_rank: int
+) -> Iterator[Any]:
     for number in range(num_batches):
-        part = even_part(len(ids), num_batches, number)
-        yield default_collate([dataset[int(ids[index])] for index in part])
+        whole = even_part(len(ids), num_batches, number)
+        part = even_part(len(whole), dp_size, dp_rank)
+        yield default_collate([dataset[int(ids[whole.start + index])] for index in part])

@@ -19,7 +19,7 @@ from meshwright.layout.plan import Precision
 from meshwright.training.config import RunConfig, load_config
 from meshwright.training.console import Console
 from meshwright.training.job import Job
-from meshwright.training.units import toml_literal
+from meshwright.training.units import split_at_commas, toml_literal
 
 
 class JobOptions(TypedDict, total=False):
@@ -73,7 +73,7 @@ def job(plan: str = "", **options: Unpack[JobOptions]) -> Job:
 
 
 def _config(plan: str, options: JobOptions) -> RunConfig:
-    overrides = [f"plan.{part.strip()}" for part in plan.split(",") if part.strip()]
+    overrides = [f"plan.{part}" for part in split_at_commas(plan)]
     values: dict[str, object] = {"clip_norm": 0.0, **options}
     values.pop("out", None)
     for name, value in values.items():

@@ -28,7 +28,7 @@ from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.training.config import Resolved, RunConfig, load_config
 from meshwright.training.deciding import decided
 from meshwright.training.planning import local_world_size, num_workers_of, plan_of
-from meshwright.training.units import toml_literal
+from meshwright.training.units import split_at_commas, toml_literal
 from meshwright.verification.cut import cut_overrides, eps_override
 from meshwright.verification.job import Functions, Handover, RankReport, Reference, VerifyJob
 from meshwright.verification.judge import judge
@@ -315,7 +315,7 @@ def _check_steps(steps: int) -> None:
 
 
 def _plan_overrides(plan: str) -> list[str]:
-    return [f"plan.{part.strip()}" for part in plan.split(",") if part.strip()]
+    return [f"plan.{part}" for part in split_at_commas(plan)]
 
 
 def _layout_overrides(layout: Iterable[tuple[str, str]]) -> list[str]:
@@ -367,6 +367,7 @@ def _lock_overrides(path: Path) -> list[str]:
             f"plan.chunks={plan.chunks}",
         ]
         sizes += [f"plan.stages={toml_literal(plan.stages)}"] if plan.stages else []
+        sizes += [f"plan.stage_ranks={toml_literal(plan.stage_ranks)}"] if plan.stage_ranks else []
     if plan.mesh.size("cp") > 1:
         sizes.append(f"plan.cp_kind={plan.cp_kind}")
     if plan.mesh.size("dp_replicate") > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.errors import PlanError
 from meshwright.layout.plan import Offload, Precision, TrainPlan, TransportName
@@ -40,6 +40,7 @@ class PlanRequest:
         schedule: order of forwards and backwards over its stages; None: 1f1b.
         chunks: stages a rank; None: as the schedule has them.
         stages: modules with which stages begin, without the first.
+        stage_ranks: the ranks of each place of the pipeline, where they are not equally many; empty: all alike.
     """
 
     policy: str | int = "ddp"
@@ -64,6 +65,7 @@ class PlanRequest:
     schedule: str | None = None
     chunks: int | None = None
     stages: tuple[str, ...] = ()
+    stage_ranks: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_model_ranks(self) -> int:
@@ -86,13 +88,15 @@ def make_plan(
         PlanError: E200 (axes against processes), E203 (batch against dp x micro x accumulate), E204 (policy), E210
             (hsdp against dp), E211 (nothing to own), E221 (sync against policy) or E222 (servers, staleness).
     """
+    if request.stage_ranks:
+        request = with_teams(request, world_size)
     servers = num_servers(request.sync, request.servers, request.staleness, world_size=world_size)
     shared = request.num_model_ranks
     _check_tensor_parallel(request)
     _check_context_parallel(request)
     _check_pipeline(request)
     dp = max(1, (world_size - servers) // shared) if request.dp is None else request.dp
-    if dp * shared + servers != world_size:
+    if dp * shared + servers != world_size and not request.stage_ranks:
         beside = f", {servers} of them servers," if servers else ""
         raise PlanError(
             "E200",
@@ -137,8 +141,47 @@ def make_plan(
     )
 
 
+def with_teams(request: PlanRequest, world_size: int) -> PlanRequest:
+    """`request` with the sizes that its `stage_ranks` give; the largest team's is dp.
+
+    Raises:
+        PlanError: E231 for ranks that do not fit, E235 for what stages of unlike numbers of ranks cannot be with, E200.
+    """
+    teams = request.stage_ranks
+    mesh, shown = MeshSpec.of_teams(teams), [list(team) for team in teams]
+    if request.pp not in (1, len(teams)):
+        raise PlanError(
+            "E231",
+            f"plan.stage_ranks = {shown} has {len(teams)} places, and plan.pp = {request.pp}; give the ranks of each "
+            f"place of the pipeline, or leave plan.pp out.",
+        )
+    if mesh.world_size != world_size:
+        raise PlanError(
+            "E200",
+            f"plan.stage_ranks = {shown} has {mesh.world_size} ranks, but {world_size} processes started. Start "
+            f"{mesh.world_size}, or name each rank of 0..{world_size - 1} once.",
+        )
+    refused = {
+        f"plan.tp = {request.tp}": request.tp > 1,
+        f"plan.cp = {request.cp}": request.cp > 1,
+        f"plan.hsdp = {request.hsdp}": request.hsdp is not None,
+        f"plan.dp = {request.dp}": request.dp not in (None, mesh.dp),
+        "a single place": len(teams) == 1,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise PlanError(
+                "E235",
+                f"plan.stage_ranks = {shown} with {what}: stages of unlike numbers of ranks are data parallel each by "
+                f"itself, and nothing else. Leave it out, or give plan.pp and plan.dp instead of plan.stage_ranks.",
+            )
+    return replace(request, pp=len(teams), dp=mesh.dp)
+
+
 def _data_mesh(request: PlanRequest, policy: ShardingPolicy, dp: int) -> MeshSpec:
     """Copies of the model over `request.hsdp` neighbouring ranks each."""
+    if request.stage_ranks:
+        return MeshSpec.of_teams(request.stage_ranks)
     if request.hsdp is None:
         return MeshSpec.of(pp=request.pp, dp_shard=dp, cp=request.cp, tp=request.tp)
     if not policy.shards_optimizer:

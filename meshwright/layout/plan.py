@@ -25,7 +25,7 @@ class TrainPlan:
         mesh: the axes and their sizes.
         policy: what each rank keeps, and when it communicates.
         global_batch: samples a step, over all ranks and micro-steps.
-        micro_batch: samples a rank and micro-step.
+        micro_batch: samples a rank and micro-step; where stages have unlike numbers of ranks, on those of the most.
         num_microbatches: micro-steps a step; global_batch = dp x micro_batch x num_microbatches.
         precision: element type of forward and backward; with 16 bits the optimizer's state, the masters it updates
             and sums of gradients are float32.
@@ -69,6 +69,11 @@ class TrainPlan:
         return self.mesh.size("pp") * self.chunks
 
     @property
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each place of a pipeline where their numbers are unlike; else empty."""
+        return self.mesh.teams
+
+    @property
     def world_size(self) -> int:
         """Number of processes: the ranks of the mesh and the servers."""
         return self.mesh.world_size + self.servers
@@ -80,6 +85,8 @@ class TrainPlan:
         """
         shard, copies = self.mesh.size("dp_shard", "cp"), self.mesh.size("dp_replicate")
         name = self.policy.name if shard == 1 else f"{self.policy.name}x{shard}"
+        if self.stage_ranks:
+            name = f"{self.policy.name}x" + "+".join(str(len(team)) for team in self.stage_ranks)
         name = f"whole {name}" if self.policy.ownership == "whole" else name
         name = f"{copies} copies of {name}" if copies > 1 else name
         tensor = f"tp{self.mesh.size('tp')}" + (" with sequence parallel" if self.sequence_parallel else "")
@@ -102,6 +109,7 @@ class TrainPlan:
         """Stable JSON, the inverse of `from_json`."""
         value = dataclasses.asdict(self)
         value["mesh"] = {axis.name: axis.size for axis in self.mesh.axes}
+        value["stage_ranks"] = self.stage_ranks
         value["recompute"] = self.recompute.to_value()
         return json.dumps(value, indent=1)
 
@@ -109,7 +117,8 @@ class TrainPlan:
     def from_json(cls, text: str) -> TrainPlan:
         """Rebuild a plan that `to_json` wrote."""
         value: dict[str, Any] = json.loads(text)
-        value["mesh"] = MeshSpec.of(**value["mesh"])
+        teams, sizes = value.pop("stage_ranks", ()), value["mesh"]
+        value["mesh"] = MeshSpec.of_teams(teams) if teams else MeshSpec.of(**sizes)
         value["recompute"] = parse_recompute(value.get("recompute", "none"))
         value["stages"] = tuple(value.get("stages", ()))
         value["layout"] = tuple((pattern, role) for pattern, role in value.get("layout", ()))

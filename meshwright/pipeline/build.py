@@ -18,7 +18,7 @@ from meshwright.layout.plan import TrainPlan
 from meshwright.pipeline.cut import Cut, balanced_cut, make_stages, named_cut, uneven_warning
 from meshwright.pipeline.prune import holders_of, prune
 from meshwright.pipeline.record import Loss, Twin
-from meshwright.schedule.action import Schedule
+from meshwright.schedule.action import Replicas, Schedule
 from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.lower import Extras, lower
 
@@ -58,7 +58,7 @@ def plan_pipeline(
     Args:
         model: whole and as the user built it, with parameters of the masters' type.
         loss: (model, batch) -> (sum, count).
-        batch: a micro-batch of this rank.
+        batch: a micro-batch; the same on all ranks, or of as many samples.
         plan: of the run.
         device: where ranks compute.
         compute_dtype: of forward and backward, where that is another than the parameters have.
@@ -81,7 +81,9 @@ def plan_pipeline(
         cut, costs = balanced_cut(tape, plan.num_stages, model=name)
         text = uneven_warning(costs, name)
         warnings = () if text is None else (text,)
-    schedule = lower(_schedule(plan), Extras(reduces=False))
+    teams = plan.stage_ranks
+    replicas = Replicas(teams, plan.global_batch // plan.num_microbatches) if teams else None
+    schedule = lower(_schedule(plan), Extras(reduces=False), replicas=replicas)
     stages = make_stages(tape, cut)
     by_stage = holders_of(tape, stages, model)
     at = [tuple(sorted({ranks[s] for ranks in schedule.placement})) for s in range(schedule.num_stages)]
@@ -113,9 +115,9 @@ def _schedule(plan: TrainPlan) -> Schedule:
 
 def keep_stages(model: nn.Module, pipeline: PipelinePlan, groups: PipelineGroups) -> dict[str, str]:
     """Leave `model` what this rank's stages use; which of it other places hold too, by a word for these."""
-    prune(model, {name for name, places in pipeline.holders.items() if groups.index in places})
+    prune(model, {name for name, places in pipeline.holders.items() if groups.place in places})
     return {
         name: "shared by " + ",".join(map(str, places))
         for name, places in pipeline.holders.items()
-        if len(places) > 1 and groups.index in places
+        if len(places) > 1 and groups.place in places
     }

@@ -25,12 +25,10 @@ from torch import Tensor
 from meshwright.adapt.linear import Deferral
 from meshwright.comm import ops
 from meshwright.comm.ops import Handle, PipelineGroups
-from meshwright.nested import tensors_in
-from meshwright.pipeline.cut import Cut, Stage, make_stages
-from meshwright.pipeline.part import Part
-from meshwright.pipeline.record import Loss, Twin
+from meshwright.pipeline.evaluation import Evaluation
+from meshwright.pipeline.micro_batch import MicroBatch, Reader
+from meshwright.pipeline.redistribute import Parts
 from meshwright.pipeline.stage import Holder, StageRun
-from meshwright.pipeline.tape import Tape
 from meshwright.pipeline.ties import SharedParameters
 from meshwright.schedule.action import COMPUTE, Action, Schedule
 from meshwright.sharding.engine import ShardingEngine
@@ -45,16 +43,6 @@ Randomness = Callable[[int, int, int], Callable[[bool], AbstractContextManager[N
 Watch = Callable[[int, Mapping[str, int]], AbstractContextManager[None]]
 # (computation, seconds of the clock when it had what it needs and when it was done, CPU seconds of this thread)
 Clock = Callable[[Action, float, float, float], None]
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A micro-batch: its tensors by number, what the stages do with it, and what it is a part of."""
-
-    inputs: dict[int, Tensor]
-    tape: Tape
-    stages: list[Stage]
-    part: Part
 
 
 @dataclass
@@ -73,7 +61,7 @@ class _Step:
     number: int
     divisor: float
     micro_batch: Callable[[int], Any]
-    batches: dict[int, _Batch] = field(default_factory=dict)
+    batches: dict[int, MicroBatch] = field(default_factory=dict)
     runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
     coming: dict[Action, list[tuple[int, Tensor, Handle]]] = field(default_factory=dict)
     sends: dict[int, deque[list[Handle]]] = field(default_factory=dict)
@@ -91,9 +79,7 @@ class PipelineExecutor:
     """This rank's stages.
 
     Args:
-        twin: records what the loss does with batches of a new shape.
-        cut: where the model is cut.
-        loss: (model, batch) -> (sum, count).
+        reader: makes micro-batches of batches.
         groups: the ranks of the pipeline.
         schedule: lowered.
         engine: has this rank's part of the model.
@@ -109,11 +95,9 @@ class PipelineExecutor:
         shared: sums of gradients over ranks that hold the same parameters.
     """
 
-    def __init__(  # noqa: PLR0913 - everything that a pipeline is made of
+    def __init__(
         self,
-        twin: Twin,
-        cut: Cut,
-        loss: Loss,
+        reader: Reader,
         *,
         groups: PipelineGroups,
         schedule: Schedule,
@@ -121,8 +105,7 @@ class PipelineExecutor:
         shared: SharedParameters,
         deferral: Deferral | None = None,
     ) -> None:
-        self._twin, self.cut, self._loss = twin, cut, loss
-        self._groups, self.schedule = groups, schedule
+        self.reader, self._groups, self.schedule = reader, groups, schedule
         self._program = schedule.programs[groups.index]
         self._receives = [a for a in self._program if a.op in ("receive_activation", "receive_gradient")]
         is_receive = [a.op in ("receive_activation", "receive_gradient") for a in self._program]
@@ -132,19 +115,19 @@ class PipelineExecutor:
         self._holder = Holder(engine.model)
         self._deferral = None if engine.policy.shards_gradients else deferral
         self._shared = shared
-        self._tapes: dict[object, tuple[Tape, list[Stage]]] = {}
         self.randomness: Randomness | None = None
         self.scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
         self.inner_scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
         self._declared: Counter[tuple[str, str]] = Counter()
         self.watch: Watch | None = None
         self.clock: Clock | None = None
-        self.cut_batch: Callable[[Any], Part] = Part
+        replicas, placement = engine.groups.all, schedule.placement[0]
+        self._evaluation = Evaluation(reader, self._holder, groups, replicas, placement)
 
     @property
     def opened(self) -> frozenset[str]:
         """Modules that are not called: what is between their parts is divided over stages."""
-        return frozenset(self._twin.opened)
+        return frozenset(self.reader.twin.opened)
 
     @property
     def num_backwards(self) -> int:
@@ -179,9 +162,9 @@ class PipelineExecutor:
             elif action.op == "W":
                 self._weight_gradients(now, engine, action)
             elif action.op == "send_activation":
-                self._send(now, action, now.handed.pop(("send F", action.stage - 1, action.microbatch)))
+                self._send(now, action, ("send F", action.stage - 1, action.microbatch))
             elif action.op == "send_gradient":
-                self._send(now, action, now.handed.pop(("send G", action.stage + 1, action.microbatch)))
+                self._send(now, action, ("send G", action.stage + 1, action.microbatch))
             elif action.op in ("receive_activation", "receive_gradient"):
                 self._post(now, through=action)
             if self.clock is not None and action.op in COMPUTE:
@@ -290,28 +273,17 @@ class PipelineExecutor:
 
     # Batches and tapes.
 
-    def _batch(self, now: _Step, m: int) -> _Batch:
+    def _batch(self, now: _Step, m: int) -> MicroBatch:
         if m not in now.batches:
-            now.batches[m] = self._prepared(now.micro_batch(m), training=True)
+            replicas = self.schedule.replicas
+            parts = None if replicas is None else Parts.of(self._groups, replicas.samples)
+            now.batches[m] = self.reader.prepared(now.micro_batch(m), parts, training=True)
         return now.batches[m]
-
-    def _prepared(self, batch: Any, *, training: bool) -> _Batch:
-        part = self.cut_batch(batch)
-        tape, stages = self.stages_of(part.batch, training=training)
-        return _Batch(dict(zip(tape.inputs, tensors_in(part.batch), strict=True)), tape, stages, part)
-
-    def stages_of(self, batch: Any, *, training: bool) -> tuple[Tape, list[Stage]]:
-        """What every stage does for a batch of this shape."""
-        key = (training, signature_of(batch))
-        if key not in self._tapes:
-            tape = self._twin.record(self._loss, batch, training=training)
-            self._tapes[key] = (tape, make_stages(tape, self.cut))
-        return self._tapes[key]
 
     # Messages.
 
     def _hand(self, now: _Step, kind: str, action: Action, to: int, values: dict[int, Tensor]) -> None:
-        here = self.schedule.placement[action.slot][to] == self._groups.index
+        here = self.schedule.placement[action.slot][to] == self._groups.place
         now.handed[
             "take " + kind if here else "send " + kind, to if here else action.stage, action.microbatch
         ] = values
@@ -325,13 +297,14 @@ class PipelineExecutor:
         if here is not None:
             return here
         op = "receive_activation" if kind == "F" else "receive_gradient"
-        found = {}
+        found: dict[int, list[Tensor]] = {}
         for message in [a for a in now.coming if (a.op, a.stage, a.microbatch) == (op, stage, m)]:
             for number, buffer, handle in now.coming.pop(message):
                 handle.wait()
-                found[number] = buffer
+                found.setdefault(number, []).append(buffer)
+        joined = {number: now.batches[m].joined(number, pieces) for number, pieces in found.items()}
         now.since = _seconds()
-        return found
+        return joined
 
     def _post(self, now: _Step, through: Action | None = None) -> None:
         """Post receives: all up to one, or some ahead of where the program is."""
@@ -345,21 +318,28 @@ class PipelineExecutor:
         group = self._groups.coming_from(action.peer)
         posted = []
         for place, number in enumerate(_carried(batch, action)):
-            value = batch.tape.values[number]
-            buffer = torch.empty(value.shape, dtype=value.dtype, device=self._twin.device)
+            buffer = batch.empty(number, action.peer, self.reader.twin.device)
             handle = ops.receive(
                 buffer, group, index=action.peer, tag=self._tag(action, place), cause=_cause(action)
             )
             posted.append((number, buffer, handle))
         now.coming[action] = posted
 
-    def _send(self, now: _Step, action: Action, values: dict[int, Tensor]) -> None:
-        group = self._groups.to(action.peer)
+    def _send(self, now: _Step, action: Action, key: tuple[str, int, int]) -> None:
+        values, group = now.handed[key], self._groups.to(action.peer)
+        behind = self._program[now.position + 1 : now.position + 2]
+        if not any((a.op, a.stage, a.microbatch) == (action.op, *_place(action)) for a in behind):
+            del now.handed[key]  # the last of the ranks that get a part
+        batch = self._batch(now, action.microbatch)
         handles = [
             ops.send(
-                x.contiguous(), group, index=action.peer, tag=self._tag(action, place), cause=_cause(action)
+                batch.for_peer(number, x, action.peer),
+                group,
+                index=action.peer,
+                tag=self._tag(action, place),
+                cause=_cause(action),
             )
-            for place, x in enumerate(values.values())
+            for place, (number, x) in enumerate(values.items())
         ]
         waiting = now.sends.setdefault(action.peer, deque())
         waiting.append(handles)
@@ -375,56 +355,7 @@ class PipelineExecutor:
 
     def evaluate(self, batch: Any) -> tuple[Tensor, float]:
         """Loss sum and count of a batch on the ranks of the last stage, zeros elsewhere; in evaluation mode."""
-        prepared = self._prepared(batch, training=self._holder.module("").training)
-        tape, stages, values = prepared.tape, prepared.stages, dict[int, Tensor]()
-        result = (torch.zeros(()), 0.0)
-        placement = self.schedule.placement[0]
-        for number, stage in enumerate(stages):
-            here, before = placement[number], placement[number - 1] if number else -1
-            if here != self._groups.index:
-                if before == self._groups.index:
-                    self._relay(values, here, number)
-                continue
-            if number and before != here:
-                values = self._relayed(tape, stage, before, number)
-            run = StageRun(tape, stage, prepared.inputs, dict(values))
-            with ExitStack() as stack:
-                for scope in (*self.scopes, *self.inner_scopes):
-                    stack.enter_context(scope())
-                stack.enter_context(prepared.part.forward())
-                run.forward(self._holder)
-            if number == len(stages) - 1:
-                total, count = run.loss()
-                prepared.part.check_count(count)
-                result = (total.detach(), count)
-            else:
-                values = {n: run.output(n) for n in stage.sends}
-        return result
-
-    def _relay(self, values: dict[int, Tensor], to: int, stage: int) -> None:
-        for place, x in enumerate(values.values()):
-            ops.send(
-                x.contiguous(), self._groups.to(to), index=to, tag=stage * 64 + place % 64, cause="evaluation"
-            ).wait()
-
-    def _relayed(self, tape: Tape, stage: Stage, before: int, number: int) -> dict[int, Tensor]:
-        found = {}
-        for place, n in enumerate(stage.receives):
-            value = tape.values[n]
-            found[n] = torch.empty(value.shape, dtype=value.dtype, device=self._twin.device)
-            group = self._groups.coming_from(before)
-            ops.receive(
-                found[n], group, index=before, tag=number * 64 + place % 64, cause="evaluation"
-            ).wait()
-        return found
-
-
-def signature_of(batch: Any) -> object:
-    """Equal for batches with which Python does the same: shapes and types of tensors, and whatever is no tensor."""
-    leaves = torch.utils._pytree.tree_leaves(batch)
-    kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    keys = tuple(batch) if isinstance(batch, dict) else ()
-    return (keys, kinds)
+        return self._evaluation.run(batch, (*self.scopes, *self.inner_scopes))
 
 
 def _seconds() -> tuple[float, float]:
@@ -436,11 +367,15 @@ def _wait(handles: list[Handle]) -> None:
         handle.wait()
 
 
-def _carried(batch: _Batch, action: Action) -> tuple[int, ...]:
+def _carried(batch: MicroBatch, action: Action) -> tuple[int, ...]:
     """Numbers of the values that a message carries; its stage is the one that needs it."""
     if "activation" in action.op:
         return batch.stages[action.stage].receives
     return tuple(n for n in batch.stages[action.stage].sends if batch.tape.values[n].needs_grad)
+
+
+def _place(action: Action) -> tuple[int, int]:
+    return action.stage, action.microbatch
 
 
 def _cause(action: Action) -> str:

@@ -16,8 +16,12 @@ from torch import Tensor
 
 from meshwright.comm import ops
 from meshwright.comm.ops import Handle, PipelineGroups
+from meshwright.layout.bucket import make_bucket
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.sharding.memory import BucketMemory
+
+# From which rank to which, and the first and last element of the bucket.
+Route = tuple[int, int, int, int]
 
 
 class SharedParameters:
@@ -42,18 +46,22 @@ class SharedParameters:
         # The same order on all ranks, and of messages between two.
         self._shared.sort(key=lambda item: (item[1], [spec.name for spec in item[0].bucket.parameters]))
         engine.counted_elsewhere = frozenset(
-            name for name, places in holders.items() if len(places) > 1 and groups.index != places[0]
+            name for name, places in holders.items() if len(places) > 1 and groups.place != places[0]
         )
 
     @property
     def num_messages(self) -> Counter[tuple[str, str]]:
         """Messages of a step on this rank by (operation, axis)."""
         found: Counter[tuple[str, str]] = Counter()
-        for _, places in self._shared:
-            first = self._groups.index == places[0]
-            for place in places[1:] if first else places[:1]:
-                found["send", self._groups.to(place).axis] += 2
-                found["receive", self._groups.coming_from(place).axis] += 2
+        for memory, places in self._shared:
+            for place in places[1:]:
+                for source, target in [(place, places[0]), (places[0], place)]:
+                    routes = [*self._routes(memory, source, target), *self._flag_routes(source, target)]
+                    for one, other, *_ in routes:
+                        if one == self._groups.index:
+                            found["send", self._groups.to(other).axis] += 1
+                        elif other == self._groups.index:
+                            found["receive", self._groups.coming_from(one).axis] += 1
         return found
 
     def sum(self) -> None:
@@ -62,34 +70,29 @@ class SharedParameters:
         All that others hold is on its way before anyone waits; then buckets are added in one order on all ranks, so
         that nobody waits for a rank that waits.
         """
+        mine = self._groups.place
         uses = [self._uses(memory) for memory, _ in self._shared]
-        handles: list[Handle] = []
+        given = [
+            self._give(memory, uses[number], (mine, places[0]), number) if mine != places[0] else []
+            for number, (memory, places) in enumerate(self._shared)
+        ]
         for number, (memory, places) in enumerate(self._shared):
-            if self._groups.index != places[0]:
-                handles += self._send(memory.gradient_shard, uses[number], places[0], number)
-        mine = handles
-        handles = []
-        for number, (memory, places) in enumerate(self._shared):
-            gradient, used = memory.gradient_shard, uses[number]
-            if self._groups.index == places[0]:
+            used = uses[number]
+            if mine == places[0]:
                 for place in places[1:]:
-                    part, more = torch.empty_like(gradient), torch.empty_like(used)
-                    self._receive(part, more, place, number)
-                    gradient.add_(part)
-                    used.add_(more)
+                    self._take(memory, used, (place, mine), number, adds=True)
                 for place in places[1:]:
-                    handles += self._send(gradient, used, place, number)
+                    given[number] += self._give(memory, used, (mine, place), number)
             else:
-                for handle in mine[:2]:  # what is received lies where what was sent lay
+                for handle in given[number]:  # what is received lies where what was sent lay
                     handle.wait()
-                del mine[:2]
-                self._receive(gradient, used, places[0], number)
+                self._take(memory, used, (places[0], mine), number, adds=False)
             for spec, count in zip(memory.bucket.parameters, used.tolist(), strict=True):
                 if count:
                     self._engine.mark_used(spec.name)
             memory.awaits_sum = False
             memory.start_fetch()
-        for handle in handles:
+        for handle in (handle for handles in given for handle in handles):
             handle.wait()
 
     def _uses(self, memory: BucketMemory) -> Tensor:
@@ -97,17 +100,66 @@ class SharedParameters:
         used = torch.tensor([float(self._engine.is_used(name)) for name in names], dtype=torch.float64)
         return used.to(self._engine.device)
 
-    def _send(self, gradient: Tensor, used: Tensor, place: int, number: int) -> list[Handle]:
-        group, cause = self._groups.to(place), self._cause(number)
-        return [
-            ops.send(gradient, group, index=place, tag=2 * number, cause=cause),
-            ops.send(used, group, index=place, tag=2 * number + 1, cause=cause),
+    def _routes(self, memory: BucketMemory, source: int, target: int) -> list[Route]:
+        """How the gradients of one place come to another."""
+        teams = [self._groups.team_at(place) for place in (source, target)]
+        if not self._groups.teams:
+            where = memory.shard_slice
+            return [(*teams[0], *teams[1], where.start, where.stop)]
+        bucket = memory.bucket
+        end = (
+            bucket.offsets[-1] + bucket.parameters[-1].numel
+        )  # padding behind it depends on the number of ranks
+        if not self._engine.policy.shards_optimizer:  # alike on all ranks of a place
+            return [(teams[0][i % len(teams[0])], rank, 0, end) for i, rank in enumerate(teams[1])]
+        alignment = self._engine.policy.alignment_numel
+        spans = [
+            make_bucket(bucket.name, bucket.parameters, num_shards=len(team), alignment_numel=alignment).spans
+            for team in teams
         ]
+        found = []
+        for to, (low, high) in zip(teams[1], spans[1], strict=True):
+            for one, (start, stop) in zip(teams[0], spans[0], strict=True):
+                first, last = max(low, start), min(high, stop, end)
+                if first < last:
+                    found.append((one, to, first, last))
+        return found
 
-    def _receive(self, gradient: Tensor, used: Tensor, place: int, number: int) -> None:
-        group, cause = self._groups.coming_from(place), self._cause(number)
-        ops.receive(gradient, group, index=place, tag=2 * number, cause=cause).wait()
-        ops.receive(used, group, index=place, tag=2 * number + 1, cause=cause).wait()
+    def _flag_routes(self, source: int, target: int) -> list[tuple[int, int]]:
+        """Who tells whom what got a gradient: each rank of `source` one of `target`, whose ranks agree later."""
+        ours, theirs = self._groups.team_at(source), self._groups.team_at(target)
+        return [(rank, theirs[i % len(theirs)]) for i, rank in enumerate(ours)]
 
-    def _cause(self, number: int) -> str:
-        return f"shared {self._shared[number][0].bucket.name}"
+    def _give(
+        self, memory: BucketMemory, used: Tensor, way: tuple[int, int], number: int
+    ) -> list[Handle]:
+        """Start sending this rank's part from one place to another."""
+        base, handles, me = memory.shard_slice.start, list[Handle](), self._groups.index
+        cause = f"shared {memory.bucket.name}"
+        sent = [
+            (to, memory.gradient_shard[first - base : last - base], 2 * number)
+            for one, to, first, last in self._routes(memory, *way)
+            if one == me
+        ]
+        sent += [(to, used, 2 * number + 1) for one, to in self._flag_routes(*way) if one == me]
+        for to, values, tag in sent:
+            handles.append(ops.send(values, self._groups.to(to), index=to, tag=tag, cause=cause))
+        return handles
+
+    def _take(
+        self, memory: BucketMemory, used: Tensor, way: tuple[int, int], number: int, *, adds: bool
+    ) -> None:
+        """Receive what comes from one place to another, and add it or take it over."""
+        base, me, cause = memory.shard_slice.start, self._groups.index, f"shared {memory.bucket.name}"
+        wanted = [
+            (one, memory.gradient_shard[first - base : last - base], 2 * number, adds)
+            for one, to, first, last in self._routes(memory, *way)
+            if to == me
+        ]
+        wanted += [(one, used, 2 * number + 1, True) for one, to in self._flag_routes(*way) if to == me]
+        for one, values, tag, sums in wanted:
+            group = self._groups.coming_from(one)
+            buffer = torch.empty_like(values) if sums else values
+            ops.receive(buffer, group, index=one, tag=tag, cause=cause).wait()
+            if sums:
+                values.add_(buffer)

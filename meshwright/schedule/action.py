@@ -70,7 +70,7 @@ class Replicas:
 
     Attributes:
         teams: for each rank of the pipeline those that stand in its place; every rank is in one team.
-        samples: of a micro-batch; member k of r holds [k * samples // r, (k + 1) * samples // r).
+        samples: of a micro-batch; members hold consecutive ones, the first one more where they do not divide.
     """
 
     teams: tuple[tuple[int, ...], ...]
@@ -80,8 +80,10 @@ class Replicas:
         """The samples of each rank."""
         found: dict[int, range] = {}
         for team in self.teams:
+            size, extra = divmod(self.samples, len(team))
             for k, rank in enumerate(team):
-                found[rank] = range(k * self.samples // len(team), (k + 1) * self.samples // len(team))
+                start = k * size + min(k, extra)
+                found[rank] = range(start, start + size + (k < extra))
         return tuple(found[rank] for rank in range(len(found)))
 
 

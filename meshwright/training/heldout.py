@@ -43,6 +43,7 @@ class HeldOut:
             batch_size=self.plan.micro_batch,
             dp_size=self.groups.num_readers,
             dp_rank=self.groups.reader_index,
+            most_ranks=self.plan.mesh.dp if self.groups.has_teams else None,
         )
         dtype = MASTER_DTYPES[self.plan.precision]
         moved = (cast_batch(batch, dtype, self.engine.device) for batch in batches)

@@ -18,7 +18,7 @@ from meshwright.training.step import Loss
 def loss_of_rank(loss: Loss, context: ContextScope | None, executor: PipelineExecutor | None) -> Loss:
     """`loss` of whole batches as this rank computes it: on its part of each sequence, through its stages."""
     if executor is not None:
-        executor.cut_batch = Part if context is None else cutter(context)
+        executor.reader.cut_batch = Part if context is None else cutter(context)
         return evaluated(executor)
     return loss if context is None else over_sequences(loss, context)
 

@@ -50,6 +50,7 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
         schedule=config.plan.schedule,
         chunks=config.plan.chunks,
         stages=tuple(config.plan.stages or ()),
+        stage_ranks=config.plan.stage_ranks or (),
         layout=tuple(config.plan.layout.items()),
         cp=config.plan.cp,
         cp_kind=config.plan.cp_kind,
@@ -74,6 +75,8 @@ def plan_of(config: RunConfig, *, world_size: int, world_source: str = "") -> Tr
 def num_workers_of(config: RunConfig, world_size: int) -> int:
     """Of `world_size` processes how many have samples of their own: one a pp x cp x tp group; E222 as `make_plan`."""
     chosen = config.plan
+    if chosen.stage_ranks:
+        return max(map(len, chosen.stage_ranks), default=1)
     servers = num_servers(chosen.sync, chosen.servers, chosen.staleness, world_size=world_size)
     return max(1, (world_size - servers) // (chosen.cp * chosen.tp * chosen.pp))
 
@@ -82,6 +85,8 @@ def local_world_size(config: RunConfig, *, num_gpus: int) -> int:
     """Local processes of a run: plan.processes, else tp x cp x pp x (plan.dp, one a GPU or one) and servers."""
     if config.plan.processes:
         return config.plan.processes
+    if config.plan.stage_ranks:
+        return sum(map(len, config.plan.stage_ranks))
     servers = config.plan.servers or 1 if config.plan.sync == "parameter_server" else 0
     shared = config.plan.tp * config.plan.cp * config.plan.pp
     ranks = config.plan.dp or max(1, num_gpus // shared)

@@ -274,12 +274,13 @@ def load_items(state: TrainState, reader: CheckpointReader, groups: DataGroups |
             loaded = _load_state(state, shard, reader)
             count += loaded if _counts(engine, shard.name) else 0
         engine.publish_masters()
-    numbers = torch.tensor([float(count)], dtype=torch.float64, device=engine.device)
+    share = count / engine.replica[1]  # the ranks that hold the same pieces each count them
+    numbers = torch.tensor([share], dtype=torch.float64, device=engine.device)
     ops.all_reduce(numbers, (groups or engine.groups).everyone, cause="count optimizer state").wait()
     stored = sum(
         tensor.numel for tensors in reader.manifest.optimizer.values() for tensor in tensors if tensor.shape
     )
-    found = int(numbers.item()) // engine.replica[1]
+    found = round(numbers.item())
     assert found == stored, f"{found:,} elements of optimizer state were loaded of {stored:,}"
 
 

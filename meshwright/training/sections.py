@@ -61,6 +61,7 @@ DATA_READERS: Mapping[str, str] = MappingProxyType(
 )
 DATA_NAMES = ("stdlib", "digits")
 _SOURCES = '"preset:NAME", "hf:PATH_OR_ID" or "py:MODULE:FUNCTION"'
+_Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 _Writer = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 _PLAN_BUILT: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -369,6 +370,8 @@ class PlanConfig(Section):
     """Model chunks a rank of an interleaved or searched schedule holds."""
     stages: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """Modules with which the stages begin, without the first, e.g. ["blocks.6"]; unset: balanced by cost."""
+    stage_ranks: Annotated[tuple[_Ranks, ...], Field(strict=False)] | None = None
+    """Ranks of each place of the pipeline where not all have as many, [[0], [1, 2, 3]]; unset: all alike."""
     cp: Annotated[int, Field(ge=1)] = 1
     """Context-parallel ranks, over which sequences are cut."""
     cp_kind: Literal["ring", "ulysses", "allgather", "2d"] | None = None

@@ -21,6 +21,7 @@ from meshwright.errors import PlanError
 from meshwright.layout.plan import TrainPlan
 from meshwright.pipeline.build import PipelinePlan, plan_pipeline
 from meshwright.pipeline.executor import PipelineExecutor
+from meshwright.pipeline.micro_batch import Reader
 from meshwright.pipeline.part import Part
 from meshwright.pipeline.ties import SharedParameters
 from meshwright.sharding.engine import ShardingEngine
@@ -48,12 +49,12 @@ class Pipeline:
         groups = engine.groups.pipeline
         assert groups is not None, "a pipeline has ranks along it"
         shared = {n: p for n, p in self.plan.holders.items() if len(p) > 1}
+        schedule = self.plan.schedule
+        reader = Reader(self.plan.twin, self.plan.cut, self.loss, groups=groups, placement=schedule.placement)
         return PipelineExecutor(
-            self.plan.twin,
-            self.plan.cut,
-            self.loss,
+            reader,
             groups=groups,
-            schedule=self.plan.schedule,
+            schedule=schedule,
             engine=engine,
             shared=SharedParameters(engine, groups, shared),
             deferral=self.deferral,
@@ -86,9 +87,8 @@ def make_pipeline(
     """
     if groups.pipeline is None:
         return None
-    geometry = BatchGeometry(
-        plan.global_batch, plan.num_microbatches, groups.num_readers, groups.reader_index
-    )
+    readers = (1, 0) if groups.has_teams else (groups.num_readers, groups.reader_index)
+    geometry = BatchGeometry(plan.global_batch, plan.num_microbatches, *readers)
     batch = cast_batch(
         Batches(data, geometry, seed=0).micro_batch(0, 0), MASTER_DTYPES[plan.precision], device
     )

@@ -274,6 +274,8 @@ def first_count(engine: ShardingEngine, batch: Any, *, loss: Loss, num_microbatc
 def _share_last_stage(engine: ShardingEngine, numbers: Tensor) -> None:
     """What the last stage has counted, on every stage; the others have zeros."""
     if engine.groups.pipeline is not None:
+        if not engine.groups.speaks:
+            numbers.zero_()
         ops.all_reduce(numbers, engine.groups.pipeline.all, cause="loss of the last stage").wait()
 
 
@@ -294,11 +296,14 @@ def _agree_on_model(
     """
     digest = group.log.digest(group.axis)
     loss_sum, count = loss
-    numbers = [loss_sum, loss_sum * loss_sum, count, digest, digest * digest, num_stops, *squares]
+    numbers = [loss_sum, loss_sum * loss_sum, count, *squares]
+    if not engine.groups.speaks:
+        numbers = [0.0] * len(numbers)
+    numbers += [digest, digest * digest, num_stops]
     payload = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
     ops.all_reduce(payload, group, cause="step reduction of the model").wait()
-    total, total_square, count, first, second, num_stops, *squares = payload.tolist()
-    alike = group.size if engine.groups.pipeline is None else group.size // engine.groups.pipeline.size
+    total, total_square, count, *squares, first, second, num_stops = payload.tolist()
+    alike = engine.groups.num_alike
     if alike * total_square - total * total > (_SAME_LOSS * total) ** 2:
         raise WorkerError(
             "E225",

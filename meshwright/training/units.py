@@ -138,6 +138,19 @@ def toml_literal(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
+def split_at_commas(text: str) -> list[str]:
+    """Parts of "tp=2,stage_ranks=[[0],[1,2]]", at commas outside of brackets and quotes; empty ones are left out."""
+    parts, depth, quoted = [""], 0, False
+    for character in text:
+        quoted ^= character == '"'
+        depth += 0 if quoted else (character in "[{") - (character in "]}")
+        if character == "," and not depth and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
 def toml_key(key: str) -> str:
     """One part of a TOML key, quoted where it must be."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)

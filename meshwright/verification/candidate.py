@@ -268,6 +268,7 @@ class _Candidate:
                 (group.transport.name for group in (self._group, self._model) if group.transport), "none"
             ),
             copy=self._copy(),
+            place=self._groups.pipeline.place if self._groups.has_teams and self._groups.pipeline else 0,
             uncalled=frozenset() if self._executor is None else self._executor.opened,
         )
 
@@ -275,6 +276,8 @@ class _Candidate:
         """The ranks that read the same samples: those of a copy of the model, each over the parts of a sequence."""
         spec, names = self._job.plan.mesh, ("pp", "cp", "tp")
         rank = self._rank.rank
+        if spec.teams:  # none reads the same as another; see `RankReport.place`
+            return (rank,)
         return (rank,) if rank >= spec.world_size else spec.peers(rank, names)
 
     def _watched(self, microbatch: int, before: Mapping[str, int]) -> AbstractContextManager[None]:

@@ -133,6 +133,8 @@ class RankReport:
         copy_digests: parts of tensors that some ranks hold a copy of, which must be bitwise alike.
         transport: what carried the collectives, in words.
         copy: the ranks that hold one copy of the model together and read the same samples, this one among them.
+        place: of a pipeline whose places have unlike numbers of ranks, that of this rank; the ranks of each read all
+            samples together.
         uncalled: modules whose own calls no rank makes: what is between their parts is divided over stages.
     """
 
@@ -148,4 +150,5 @@ class RankReport:
     copy_digests: Mapping[Key, int] = field(default_factory=dict)
     transport: str = "gloo"
     copy: tuple[int, ...] = ()
+    place: int = 0
     uncalled: frozenset[str] = frozenset()

@@ -303,8 +303,13 @@ def _unknown_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[W
 
 def _data_wrongs(reference: Reference, ranks: Sequence[RankReport]) -> list[Wrong]:
     wrongs = [*_repeated_samples(reference), *_unshared_samples(ranks)]
-    for (step, microbatch), expected in reference.samples.items():
-        readers = [report for report in ranks if not report.copy or report.copy[0] == report.rank]
+    readers_of = {
+        place: [r for r in ranks if r.place == place and (not r.copy or r.copy[0] == r.rank)]
+        for place in sorted({report.place for report in ranks})
+    }
+    for ((step, microbatch), expected), readers in itertools.product(
+        reference.samples.items(), readers_of.values()
+    ):
         read = [sample for report in readers for sample in report.samples.get((step, microbatch), ())]
         for place, (got, wanted) in enumerate(itertools.zip_longest(read, expected)):
             if got != wanted:

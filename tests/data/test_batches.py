@@ -1,3 +1,4 @@
+import itertools
 from itertools import chain
 
 import pytest
@@ -99,10 +100,29 @@ def test_evaluation_sees_each_sample_once_on_every_mesh(num_samples, batch_size)
         sizes = [len(batch["id"]) for batches in ranks for batch in batches]
         assert min(sizes) >= 1
         assert max(sizes) <= batch_size + (min(num_samples, 60) % dp_size != 0)
-        ids = [int(sample) for batches in ranks for batch in batches for sample in batch["id"]]
+        ids = [int(sample) for together in zip(*ranks, strict=True) for b in together for sample in b["id"]]
         assert len(ids) == len(set(ids)) == min(num_samples, 60)
         chosen = chosen or ids
         assert ids == chosen
+
+
+def test_places_with_unlike_numbers_of_ranks_evaluate_the_same_batches():
+    """17 samples on 1, 2 or 3 ranks: the same batches, each cut over the ranks of its place."""
+    found = []
+    for dp_size in (1, 2, 3):
+        ranks = [
+            [
+                batch["id"].tolist()
+                for batch in heldout_batches(
+                    Numbers(60), 17, batch_size=2, dp_size=dp_size, dp_rank=rank, most_ranks=3
+                )
+            ]
+            for rank in range(dp_size)
+        ]
+        found.append([[*itertools.chain(*together)] for together in zip(*ranks, strict=True)])
+        assert all(batch for rank in ranks for batch in rank)
+    assert found[0] == found[1] == found[2]
+    assert [len(batch) for batch in found[0]] == [6, 6, 5]
 
 
 def test_evaluation_samples_are_spread_over_the_split():

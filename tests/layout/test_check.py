@@ -1,5 +1,7 @@
 """What a plan derives, and the errors that name the numbers and the fix."""
 
+import re
+
 import pytest
 
 from meshwright.errors import PlanError
@@ -127,3 +129,41 @@ def test_context_parallel_against_processes_and_other_keys() -> None:
     assert 'plan.cp = 3 has no two factors. Set plan.cp=4 or 6, or plan.cp_kind="ring".' in error.message
     error = _error(PlanRequest(cp=2, sync="parameter_server"), world_size=3, global_batch=12)
     assert (error.code, "with plan.cp = 2 is not built" in error.message) == ("E255", True)
+
+
+def test_places_of_a_pipeline_with_unlike_numbers_of_ranks() -> None:
+    request = PlanRequest(policy=1, stage_ranks=((0,), (1, 2, 3)), micro_batch=2)
+    plan = make_plan(request, world_size=4, global_batch=18)
+    assert (plan.stage_ranks, plan.world_size) == (((0,), (1, 2, 3)), 4)
+    assert (plan.mesh.sizes(), plan.num_microbatches) == ({"pp": 2, "dp": 3, "cp": 1, "tp": 1}, 3)
+    assert plan.describe() == "pp2 1f1b · zero1x1+3 · micro 2 x accumulate 3 · fp32"
+    assert TrainPlan.from_json(plan.to_json()) == plan
+    alike = make_plan(PlanRequest(stage_ranks=((0, 1), (2, 3))), world_size=4, global_batch=8)
+    assert alike == make_plan(PlanRequest(pp=2, dp=2), world_size=4, global_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "text"),
+    [
+        (PlanRequest(stage_ranks=((0,), (1, 2)), pp=3), "E231", "has 2 places, and plan.pp = 3"),
+        (PlanRequest(stage_ranks=((0,), (1, 2))), "E200", "has 3 ranks, but 4 processes started. Start 3"),
+        (PlanRequest(stage_ranks=((0,), (1, 2, 3)), tp=2), "E235", "with plan.tp = 2: stages of unlike"),
+        (PlanRequest(stage_ranks=((0,), (1, 2, 3)), cp=2), "E235", "with plan.cp = 2"),
+        (PlanRequest(stage_ranks=((0,), (1, 2, 3)), hsdp=1, policy=1), "E235", "with plan.hsdp = 1"),
+        (
+            PlanRequest(stage_ranks=((0,), (1, 2, 3)), dp=2),
+            "E235",
+            "with plan.dp = 2: .* plan.pp and plan.dp",
+        ),
+        (PlanRequest(stage_ranks=((0, 1, 2, 3),)), "E235", "with a single place"),
+        (
+            PlanRequest(stage_ranks=((0,), (1, 2, 3))),
+            "E203",
+            r"global_batch 16 ≠ dp 3 .* Nearest: 15 \(k=5\), 18",
+        ),
+    ],
+)
+def test_what_unlike_places_cannot_be_with(request_, code, text) -> None:
+    error = _error(request_, world_size=4, global_batch=16)
+    assert error.code == code
+    assert re.search(text, error.message)

@@ -13,6 +13,7 @@ from meshwright.training.units import (
     parse_span,
     parse_steps,
     parse_stop_at,
+    split_at_commas,
     toml_literal,
 )
 
@@ -113,3 +114,13 @@ def test_save_every_counts_steps_or_seconds():
         every = parse_save_every(given)
         assert str(every) == text
         assert parse_save_every(text) == parse_save_every(every) == every
+
+
+def test_plans_are_split_outside_of_brackets():
+    text = 'pp=2, stage_ranks=[[0],[1,2]] ,stages=["a,b", "c"],,recompute={"x" = "full"}'
+    assert split_at_commas(text) == [
+        "pp=2",
+        "stage_ranks=[[0],[1,2]]",
+        'stages=["a,b", "c"]',
+        'recompute={"x" = "full"}',
+    ]
