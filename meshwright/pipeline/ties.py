@@ -130,9 +130,7 @@ class SharedParameters:
         ours, theirs = self._groups.team_at(source), self._groups.team_at(target)
         return [(rank, theirs[i % len(theirs)]) for i, rank in enumerate(ours)]
 
-    def _give(
-        self, memory: BucketMemory, used: Tensor, way: tuple[int, int], number: int
-    ) -> list[Handle]:
+    def _give(self, memory: BucketMemory, used: Tensor, way: tuple[int, int], number: int) -> list[Handle]:
         """Start sending this rank's part from one place to another."""
         base, handles, me = memory.shard_slice.start, list[Handle](), self._groups.index
         cause = f"shared {memory.bucket.name}"

@@ -16,14 +16,35 @@ def verifier(ranks) -> Iterator[Verifier]:
         yield made
 
 
+PLANS = [
+    ("gpt", "stage_ranks=[[0],[1,2,3]],zero=1", 18),
+    ("gpt", "stage_ranks=[[0],[1,2,3]],zero=0", 18),
+    ("gpt", "stage_ranks=[[0,3],[1],[2]],zero=3", 12),
+    ("gpt", "stage_ranks=[[0,1,3],[2]],zero=2,recompute=full", 18),
+    ("gpt", "stage_ranks=[[0],[1,2,3]],zero=0,schedule=dualpipe", 24),
+    ("llama", "stage_ranks=[[0],[1,2,3]],zero=2,schedule=zb-h1", 18),
+    ("llama", "stage_ranks=[[0,1,2],[3]],zero=3,schedule=zb-v", 18),
+    ("gpt", "stage_ranks=[[0],[1,2,3]],zero=1,schedule=interleaved,transport=shm", 18),
+    ("u-net", "stage_ranks=[[0,1,2],[3]],zero=0", 18),
+    ("u-net", "stage_ranks=[[0],[1,2],[3]],zero=3,schedule=gpipe", 12),
+    ("encoder-decoder", "stage_ranks=[[0],[1,2,3]],zero=1", 18),
+    ("gpt2", "stage_ranks=[[0],[1,2,3]],zero=1", 18),
+    ("mlp", "stage_ranks=[[0],[1,2,3]],zero=0,sync=ring", 18),
+]
+
+
 @pytest.mark.parametrize(
-    ("subject", "plan"),
-    [
-        ("gpt", "stage_ranks=[[0],[1,2,3]],zero=0"),
-        ("gpt", "stage_ranks=[[0],[1,2,3]],zero=1"),
-        ("gpt", "stage_ranks=[[0,3],[1],[2]],zero=3"),
-    ],
+    ("subject", "plan", "batch"),
+    [PLANS[0], *(pytest.param(*plan, marks=pytest.mark.parity) for plan in PLANS[1:])],
 )
-def test_places_of_unlike_numbers_of_ranks_are_one_device(verifier, subject, plan):
-    """A tied embedding on both ends, dropout, unequal tokens; three micro-batches."""
-    check(verifier, subject, f"{plan},micro_batch=2,bucket_bytes=4096 bytes", 4, global_batch=18)
+def test_places_of_unlike_numbers_of_ranks_are_one_device(verifier, subject, plan, batch):
+    """A tied embedding on both ends, dropout, unequal tokens; three micro-batches, of 6 samples on 1 and 3 ranks."""
+    check(verifier, subject, f"{plan},micro_batch=2,bucket_bytes=4096 bytes", 4, global_batch=batch)
+
+
+@pytest.mark.parity
+def test_samples_that_ranks_of_a_place_do_not_divide(verifier):
+    """Five places' worth of ranks: 3 samples on 2 ranks are 2 and 1, on 3 they are one each."""
+    plan = "stage_ranks=[[0,1],[2,3,4]],zero=1,micro_batch=1"
+    check(verifier, "gpt", plan, 5, global_batch=9)
+    check(verifier, "gpt", plan.replace("zero=1", "zero=3"), 5, global_batch=9)
