@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     from meshwright.comm.mesh import World
 
 
-def decide_locally(config: RunConfig, *, processes: int, functions: Functions | None = None) -> Decision:
+# (configuration, processes, the model, loss and data where they are Python objects) -> a plan
+Decide = Callable[[RunConfig, int, Functions | None], Decision]
+
+
+def decide_locally(config: RunConfig, processes: int, functions: Functions | None = None) -> Decision:
     """The plan of `config` on `processes` local ranks.
 
     Args:
@@ -44,7 +49,7 @@ def decide_locally(config: RunConfig, *, processes: int, functions: Functions | 
 
 def with_plan(resolved: Resolved, *, processes: int) -> tuple[Resolved, tuple[str, ...]]:
     """What `resolved` says with its plan decided, each key with its reason, and lines for people."""
-    decision = decide_locally(resolved.config, processes=processes)
+    decision = decide_locally(resolved.config, processes)
     origins = dict(resolved.origins)
     origins |= {f"plan.{key}": f"auto: {reason}" for key, reason in decision.reasons.items()}
     origins["plan.mode"] = f"auto ({resolved.origins['plan.mode']})"

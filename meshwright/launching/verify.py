@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import cloudpickle
 
 from meshwright.errors import ConfigError, PlanError, WorkerError
-from meshwright.launching.deciding import decide_locally, with_plan
+from meshwright.launching.deciding import Decide, decide_locally, with_plan
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.layout.plan import Precision, TrainPlan
@@ -138,11 +138,18 @@ def verify(
     return run_job(job, model=f"as build() makes it, {job.steps} steps", resume=resume)
 
 
-def job_of(functions: Functions, *, plan: str, processes: int, options: VerifyOptions) -> VerifyJob:
-    """The comparison that `verify` runs; raises as it does before any process starts."""
+def job_of(
+    functions: Functions,
+    *,
+    plan: str,
+    processes: int,
+    options: VerifyOptions,
+    decide: Decide = decide_locally,
+) -> VerifyJob:
+    """The comparison that `verify` runs; raises as it does before any process trains."""
     config = _config_of_functions(plan, processes, options)
     if config.plan.mode == "auto":
-        config = decided(config, decide_locally(config, processes=processes, functions=functions))
+        config = decided(config, decide(config, processes, functions))
     steps = options.get("steps", DEFAULT_STEPS)
     _check_steps(steps)
     return VerifyJob(

@@ -70,6 +70,7 @@ def search(
     batch: int,
     num_microbatches: tuple[int, ...] = (),
     equal: bool = False,
+    least_samples: int = 1,
 ) -> Searched:
     """The least seconds of a step.
 
@@ -79,6 +80,7 @@ def search(
         batch: samples of a step.
         num_microbatches: what to try; empty: all divisors of the batch up to four times the devices.
         equal: all stages have as many replicas, and these as many samples of each micro-batch.
+        least_samples: of a micro-batch on one device.
 
     Raises:
         DoesNotFitError: E270 where nothing fits, for the number of micro-batches that lacks least.
@@ -96,8 +98,11 @@ def search(
                 "E271", f"{count} micro-batches do not divide a batch of {batch}; choose from {legal}"
             )
         given = dataclasses.replace(problem, num_microbatches=count, objective="1f1b")
-        for alike in _with_shares(given, cached, batch // count, equal=equal):
-            givens.append((Completions(alike).bound(), len(givens), alike))
+        for shared in _with_shares(given, cached, batch // count, equal=equal):
+            shares = {q: chain for q, chain in shared.shares.items() if batch // count // q >= least_samples}
+            if shares:
+                alike = dataclasses.replace(shared, shares=shares)
+                givens.append((Completions(alike).bound(), len(givens), alike))
     for least, _, given in sorted(givens):
         if best is not None and least >= best.step_seconds:
             break

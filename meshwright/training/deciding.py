@@ -168,6 +168,9 @@ def _search(config: RunConfig, costs: UnitCosts, world_size: int, limit: float, 
             batch=batch,
             num_microbatches=counts,
             equal=True,
+            least_samples=1
+            if costs.samples[0] == sizes_to_measure(config, world_size)[0]
+            else costs.samples[0],
         )
     except PlanError as error:
         raise _nothing_left(config, devices, error) from error

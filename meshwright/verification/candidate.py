@@ -616,6 +616,7 @@ def _num_statistics(
     repeated = sum(
         count * sum(layer == name or layer.startswith(f"{name}.") for name in reruns)
         for layer, count in uses.forward_statistics
+        if has(layer)
     )
     here = sum(count for layer, count in uses.forward_statistics if has(layer))
     everywhere = sum(count for _, count in uses.forward_statistics)

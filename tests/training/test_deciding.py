@@ -137,6 +137,14 @@ def test_a_model_that_cannot_be_cut_has_replicas_or_is_refused():
         decide(make_config("plan.pp=2"), whole, world_size=2)
 
 
+def test_no_fewer_samples_than_the_model_runs_with():
+    """One sample a micro-batch was asked for, and left out: batch statistics of one row, say."""
+    costs = replace(make_costs(), samples=(4,))
+    found = decision_of("plan.pp=2", costs=costs)
+    assert found.keys["micro_batch"] == 4
+    assert decision_of("plan.pp=2", costs=make_costs()).keys["micro_batch"] == 1
+
+
 def test_sizes_to_measure_span_what_is_searched():
     assert sizes_to_measure(make_config("plan.micro_batch=4"), 2) == (4,)
     assert sizes_to_measure(make_config(), 2) == (1, 2, 4, 8)
