@@ -19,7 +19,8 @@ import cloudpickle
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.training.config import Resolved, RunConfig
-from meshwright.training.deciding import Decision, Measured, agreed, decide, decided
+from meshwright.training.deciding import Decision, decide, decided
+from meshwright.training.measured import Measured, agreed
 from meshwright.verification.job import Functions
 
 if TYPE_CHECKING:

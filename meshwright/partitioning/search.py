@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.errors import DoesNotFitError, PlanError
 from meshwright.partitioning.chain import Chain
@@ -26,6 +27,8 @@ from meshwright.partitioning.stage_costs import Choice, Problem, StageCosts
 
 # Of the last all-reduce: how long the next one may take.
 _STEP = 0.9
+# How samples of a micro-batch lie over the replicas of a stage.
+Split = Literal["any", "even", "equal"]
 CostsAt = Callable[[int], Chain]
 
 
@@ -69,7 +72,7 @@ def search(
     *,
     batch: int,
     num_microbatches: tuple[int, ...] = (),
-    equal: bool = False,
+    split: Split = "any",
     least_samples: int = 1,
 ) -> Searched:
     """The least seconds of a step.
@@ -79,7 +82,8 @@ def search(
         problem: devices and rules; its shares and micro-batches are replaced.
         batch: samples of a step.
         num_microbatches: what to try; empty: all divisors of the batch up to four times the devices.
-        equal: all stages have as many replicas, and these as many samples of each micro-batch.
+        split: `any`: some replicas of a stage may have a sample less; `even`: replicas divide each micro-batch;
+            `equal`: and all stages have as many of them.
         least_samples: of a micro-batch on one device.
 
     Raises:
@@ -98,7 +102,7 @@ def search(
                 "E271", f"{count} micro-batches do not divide a batch of {batch}; choose from {legal}"
             )
         given = dataclasses.replace(problem, num_microbatches=count, objective="1f1b")
-        for shared in _with_shares(given, cached, batch // count, equal=equal):
+        for shared in _with_shares(given, cached, batch // count, split):
             shares = {q: chain for q, chain in shared.shares.items() if batch // count // q >= least_samples}
             if shares:
                 alike = dataclasses.replace(shared, shares=shares)
@@ -125,10 +129,12 @@ def search(
     return dataclasses.replace(best, bound=min(bound, best.step_seconds))
 
 
-def _with_shares(given: Problem, costs_at: CostsAt, samples: int, *, equal: bool) -> Iterator[Problem]:
+def _with_shares(given: Problem, costs_at: CostsAt, samples: int, split: Split) -> Iterator[Problem]:
     """The problem with what replicas do; where all stages have equally many, one problem for each such number."""
-    if not equal:
-        yield dataclasses.replace(given, shares=shares_at(costs_at, samples, given.num_devices))
+    if split != "equal":
+        shares = shares_at(costs_at, samples, given.num_devices)
+        even = {q: chain for q, chain in shares.items() if split == "any" or samples % q == 0}
+        yield dataclasses.replace(given, shares=even)
         return
     least, most = given.stages
     for replicas in _divisors(samples, given.num_devices):

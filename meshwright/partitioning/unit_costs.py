@@ -36,11 +36,19 @@ class Unit:
 
 @dataclass(frozen=True)
 class Passed:
-    """A tensor from one unit to later ones; `bytes` has an entry a measured size."""
+    """A tensor from one unit to later ones.
+
+    Attributes:
+        producer: unit that makes it.
+        consumers: units that read it, ascending.
+        bytes: at each measured size.
+        is_divisible: one of its dims is that of the samples, so that ranks can have some of them each.
+    """
 
     producer: int
     consumers: tuple[int, ...]
     bytes: tuple[float, ...]
+    is_divisible: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,12 @@ class UnitCosts:
         carried = tuple(Carried(item.producer, item.consumers, at(item.bytes)) for item in self.passed)
         return Chain(blocks, carried, self.ties)
 
+    @property
+    def indivisible(self) -> frozenset[int]:
+        """Cuts over which something goes that has no dim of the samples."""
+        whole = [item for item in self.passed if not item.is_divisible]
+        return frozenset(cut for item in whole for cut in range(item.producer + 1, item.consumers[-1] + 1))
+
     def starts(self, firsts: Sequence[int]) -> tuple[str, ...]:
         """Names of the units with which stages begin."""
         return tuple(self.units[first].name for first in firsts)
@@ -110,7 +124,8 @@ class UnitCosts:
             for item in raw["units"]
         )
         passed = tuple(
-            Passed(item["producer"], tuple(item["consumers"]), tuple(item["bytes"])) for item in raw["passed"]
+            Passed(item["producer"], tuple(item["consumers"]), tuple(item["bytes"]), item["is_divisible"])
+            for item in raw["passed"]
         )
         ties = tuple(Tie(tuple(item["users"]), item["bytes"], item["name"]) for item in raw["ties"])
         rest = {"samples": tuple(raw["samples"]), "units": units, "passed": passed, "ties": ties}

@@ -27,6 +27,7 @@ from meshwright.partitioning.chain import Tie
 from meshwright.partitioning.unit_costs import Passed, Unit, UnitCosts
 from meshwright.pipeline.cut import Cut, Stage, cut_points, make_stages
 from meshwright.pipeline.record import Loss, Twin
+from meshwright.pipeline.redistribute import num_samples_in, sample_dims, with_one_more
 from meshwright.pipeline.stage import Holder, StageRun
 from meshwright.pipeline.tape import Slot, Tape
 
@@ -36,10 +37,18 @@ _FEWEST, _SECONDS, _MOST = 3, 0.06, 25
 
 @dataclass(frozen=True)
 class _Sized:
-    """A micro-batch of one size: its tensors, what the loss does with it, and what each unit does of that."""
+    """A micro-batch of one size.
+
+    Attributes:
+        inputs: its tensors, by number.
+        tape: what the loss does with it.
+        taller: the same with one sample more.
+        units: what each unit does of it.
+    """
 
     inputs: Mapping[int, Tensor]
     tape: Tape
+    taller: Tape
     units: list[Stage]
 
 
@@ -149,6 +158,7 @@ def _recorded(
         given = map_tensors(batch(size), lambda x: x.to(twin.device))
         try:
             tape = twin.record(loss, given, training=True)
+            taller = twin.record(loss, with_one_more(given), training=True)
         except MeshwrightError:
             raise
         # What a model cannot do with few samples, e.g. batch statistics of one, it says in as many ways.
@@ -161,7 +171,7 @@ def _recorded(
         if shape != first:
             continue  # numbers of values would not be the same
         inputs = dict(zip(tape.inputs, tensors_in(given), strict=True))
-        sized[size] = _Sized(inputs, tape, make_stages(tape, cut))
+        sized[size] = _Sized(inputs, tape, taller, make_stages(tape, cut))
     if cut is None:
         assert failure is not None, "no size was given"
         raise PlanError(
@@ -319,7 +329,7 @@ def _held(at: _Sized, model: nn.Module) -> tuple[list[float], list[float], tuple
 
 def _passed(sizes: Sequence[_Sized]) -> tuple[Passed, ...]:
     """What units hand to later ones, with bytes at each size."""
-    first = sizes[0]
+    first = sizes[-1]  # one sample may be a special case
     unit_of = {
         position: number
         for number, stage in enumerate(first.units)
@@ -335,12 +345,22 @@ def _passed(sizes: Sequence[_Sized]) -> tuple[Passed, ...]:
     for n in (first.tape.total, *counted):
         ends.setdefault(n, set()).add(last)
     found = []
+    taller, samples = first.taller, num_samples_in(list(first.inputs.values()))
     for n, readers in sorted(ends.items()):
         producer = unit_of.get(first.tape.values[n].maker)
         later = tuple(sorted(x for x in readers if producer is not None and x > producer))
         if producer is not None and later:
-            found.append(Passed(producer, later, tuple(_bytes(at.tape, n) for at in sizes)))
+            divisible = _is_divisible(first.tape, taller, n, samples)
+            found.append(Passed(producer, later, tuple(_bytes(at.tape, n) for at in sizes), divisible))
     return tuple(found)
+
+
+def _is_divisible(tape: Tape, taller: Tape, number: int, samples: int) -> bool:
+    try:
+        sample_dims(tape, taller, {number}, samples)
+    except PlanError:
+        return False
+    return True
 
 
 def _bytes(tape: Tape, number: int) -> float:

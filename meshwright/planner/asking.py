@@ -98,7 +98,7 @@ def ask(
             )
     fixed = {key: value for key, value in keys.items() if key not in (*_NOT_FIXED, *_NOT_PRICED)}
     free = keys.get("memory_headroom")
-    return make_request(work, where, fixed, headroom=DEFAULT_HEADROOM if free is None else _part(free))
+    return make_request(work, where, fixed, headroom=DEFAULT_HEADROOM if free is None else part_of(free))
 
 
 def _cluster_text(keys: Mapping[str, object]) -> str:
@@ -138,7 +138,8 @@ def _number(value: object, option: str) -> int:
     return int(text)
 
 
-def _part(value: object) -> float:
+def part_of(value: object) -> float:
+    """ "10%" or 0.1 as a number; E285 for what is neither."""
     text = str(value).strip()
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)

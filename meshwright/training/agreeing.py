@@ -12,7 +12,8 @@ import torch
 from meshwright.comm.mesh import World, share_values
 from meshwright.training.auto import measured_units
 from meshwright.training.config import RunConfig, default_cache_dir
-from meshwright.training.deciding import Measured, agreed, decide, decided, sizes_to_measure
+from meshwright.training.deciding import decide, decided, sizes_to_measure
+from meshwright.training.measured import Measured, agreed
 from meshwright.training.task import Task, make_task
 
 

@@ -20,8 +20,8 @@ from meshwright.errors import PlanError
 from meshwright.layout.plan import Precision
 from meshwright.partitioning.unit_costs import UnitCosts
 from meshwright.pipeline.units import Units
-from meshwright.training.deciding import Measured
 from meshwright.training.ledger import usable_bytes
+from meshwright.training.measured import Measured
 from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES
 from meshwright.training.task import Task
 from meshwright.training.tree import cast_batch

@@ -8,20 +8,23 @@ Simplifications: under tp and cp, units take their part of the time; messages do
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from types import MappingProxyType
 
-from meshwright.errors import DoesNotFitError, PlanError
+from meshwright.errors import DoesNotFitError, MeshwrightError, PlanError
 from meshwright.layout.accounting import OPTIMIZER_SLOTS
 from meshwright.partitioning.partition import Stage
-from meshwright.partitioning.search import Searched, search
+from meshwright.partitioning.search import Searched, Split, search
 from meshwright.partitioning.stage_costs import Group, Problem
 from meshwright.partitioning.unit_costs import UnitCosts
+from meshwright.planner.asking import part_of
+from meshwright.planner.request import DEFAULT_HEADROOM
 from meshwright.training.config import RunConfig
+from meshwright.training.measured import Measured
 from meshwright.training.sections import PlanConfig, momentum_of
 
 # Sizes of a micro-batch that are measured; others lie on lines between them.
@@ -29,23 +32,8 @@ _MOST_SIZES = 4
 # Of gradients and optimizer state, by plan.zero: what a device has of a byte of weights, whole and cut over dp.
 _WEIGHTS, _GRADIENTS = 1.0, 1.0
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one rank found of a model.
-
-    Attributes:
-        costs: of its units; None where it cannot be cut.
-        why_not: what stands in the way then.
-        usable: bytes that a rank may use; None: unknown.
-        keep_at: the file for costs that were measured now; None for those that were read.
-    """
-
-    costs: UnitCosts | None
-    why_not: str
-    usable: int | None
-    keep_at: Path | None = None
+# By so much a plan whose stages have unlike numbers of replicas must be faster than one whose have not.
+_WORTH = 0.05
 
 
 @dataclass(frozen=True)
@@ -107,7 +95,7 @@ def decide(config: RunConfig, measured: Measured, *, world_size: int) -> Decisio
     fixed, costs = fixed_keys(config.plan), measured.costs
     if costs is None:
         return _whole(config, measured.why_not, world_size)
-    limit = math.inf if measured.usable is None else measured.usable
+    limit = math.inf if measured.usable is None else measured.usable * _part_used(config.plan)
     levels = [config.plan.zero] if "zero" in fixed else [0, 1, 3]
     failure: DoesNotFitError | None = None
     for level in levels:
@@ -119,6 +107,13 @@ def decide(config: RunConfig, measured: Measured, *, world_size: int) -> Decisio
         return _answer(config, costs, found, level)
     assert failure is not None, "some level was tried"
     raise _does_not_fit(config, failure, world_size) from failure
+
+
+def _part_used(plan: PlanConfig) -> float:
+    """Of the memory that ranks may use by default: more or less of it, as `plan.memory_headroom` says."""
+    return (
+        1.0 if plan.memory_headroom is None else (1 - part_of(plan.memory_headroom)) / (1 - DEFAULT_HEADROOM)
+    )
 
 
 def _whole(config: RunConfig, why_not: str, world_size: int) -> Decision:
@@ -160,20 +155,40 @@ def _search(config: RunConfig, costs: UnitCosts, world_size: int, limit: float, 
         forbidden=_forbidden(plan, costs),
         recompute=plan.recompute != "none",
     )
-    counts = _microbatches(config, devices)
-    try:
-        return search(
-            lambda samples: costs.chain(samples, states=resident + sharded),
-            problem,
-            batch=batch,
-            num_microbatches=counts,
-            equal=True,
-            least_samples=1
-            if costs.samples[0] == sizes_to_measure(config, world_size)[0]
-            else costs.samples[0],
-        )
-    except PlanError as error:
-        raise _nothing_left(config, devices, error) from error
+    asked = sizes_to_measure(config, world_size)[0]
+    ask = partial(
+        search,
+        lambda samples: costs.chain(samples, states=resident + sharded),
+        batch=batch,
+        num_microbatches=_microbatches(config, devices),
+        least_samples=1 if costs.samples[0] == asked else costs.samples[0],
+    )
+    found: list[Searched] = []
+    failures: list[MeshwrightError] = []
+    for split, given in _questions(plan, costs, problem):
+        try:
+            found.append(ask(given, split=split))
+        except (DoesNotFitError, PlanError) as error:
+            failures.append(error)
+    if not found:
+        lacking = next((error for error in failures if isinstance(error, DoesNotFitError)), None)
+        raise lacking or _nothing_left(config, devices, failures[0])
+    # Unlike numbers of replicas must be worth it: what they gain is expected, not measured.
+    return min(found, key=lambda item: item.step_seconds * (1 if _is_even(item) else 1 + _WORTH))
+
+
+def _questions(plan: PlanConfig, costs: UnitCosts, problem: Problem) -> Iterator[tuple[Split, Problem]]:
+    """All stages with as many replicas, and where it can be, each with its own number."""
+    yield "equal", problem
+    least, most = max(2, problem.stages[0]), problem.stages[1]
+    fixed = fixed_keys(plan).keys() & {"dp", "hsdp", "micro_batch", "tp", "cp", "schedule", "chunks"}
+    if not fixed and least <= most and problem.num_devices > least:
+        forbidden = problem.forbidden | costs.indivisible
+        yield "even", dataclasses.replace(problem, stages=(least, most), forbidden=forbidden)
+
+
+def _is_even(found: Searched) -> bool:
+    return len({stage.devices for stage in found.partition.stages}) == 1
 
 
 def _microbatches(config: RunConfig, devices: int) -> tuple[int, ...]:
@@ -227,14 +242,14 @@ def _states(config: RunConfig, level: int) -> tuple[float, float]:
 
 def _answer(config: RunConfig, costs: UnitCosts, found: Searched, level: int) -> Decision:
     stages, fixed = found.partition.stages, fixed_keys(config.plan)
-    pp, dp = len(stages), stages[0].devices
+    pp, dp = len(stages), max(stage.devices for stage in stages)
     micro = config.train.global_batch // (dp * found.partition.num_microbatches)
     firsts = [stage.first for stage in stages]
     why = f"least of {found.num_tried} numbers of micro-batches with all stages and replicas, gap {found.gap:.1%}"
     keys: dict[str, object] = {"pp": pp, "dp": dp, "micro_batch": micro, "zero": level}
     reasons = {
         "pp": why,
-        "dp": f"{stages[0].devices} replicas of each stage",
+        "dp": "replicas of each stage" if _is_even(found) else "replicas of the stage with the most",
         "micro_batch": f"{found.partition.num_microbatches} micro-batches a step",
         "zero": "fits without" if not level else "the first that fits in memory",
     }
@@ -244,6 +259,12 @@ def _answer(config: RunConfig, costs: UnitCosts, found: Searched, level: int) ->
             "schedule": "the one that the search prices",
             "stages": f"longest stage {1 + found.partition.imbalance:.3f} x the mean",
         }
+    if not _is_even(found):
+        ends = list(itertools.accumulate(stage.devices for stage in stages))
+        keys["stage_ranks"] = tuple(
+            tuple(range(end - stage.devices, end)) for end, stage in zip(ends, stages, strict=True)
+        )
+        reasons["stage_ranks"] = f"{_WORTH:.0%} faster than equal numbers of replicas, or nothing else fits"
     open_keys = {key: value for key, value in keys.items() if key not in fixed}
     return Decision(
         MappingProxyType(open_keys),
@@ -257,9 +278,10 @@ def _answer(config: RunConfig, costs: UnitCosts, found: Searched, level: int) ->
 def _lines(costs: UnitCosts, found: Searched, *, kept: Sequence[str]) -> Iterator[str]:
     """The plan as people read it."""
     stages = found.partition.stages
+    replicas = str(stages[0].devices) if _is_even(found) else "+".join(str(stage.devices) for stage in stages)
     with_fixed = f"; kept as given: {', '.join(kept)}" if kept else ""
     yield (
-        f"auto   {costs.model}: {len(costs.units)} units → pp {len(stages)} x dp {stages[0].devices}, "
+        f"auto   {costs.model}: {len(costs.units)} units → pp {len(stages)} x dp {replicas}, "
         f"{found.partition.num_microbatches} micro-batches, expected {found.step_seconds:.3f} s a step, "
         f"gap {found.gap:.1%}{with_fixed}"
     )
@@ -287,7 +309,7 @@ def _does_not_fit(config: RunConfig, failure: DoesNotFitError, world_size: int) 
     )
 
 
-def _nothing_left(config: RunConfig, devices: int, error: PlanError) -> PlanError:
+def _nothing_left(config: RunConfig, devices: int, error: MeshwrightError) -> PlanError:
     fixed = fixed_keys(config.plan)
     kept = " ".join(f"plan.{key}={fixed[key]}" for key in sorted(fixed.keys() - {"mode"}))
     return PlanError(
@@ -320,38 +342,3 @@ def decided(config: RunConfig, decision: Decision) -> RunConfig:
     """The configuration with what was decided; its mode is `given` from here on."""
     plan = config.plan.model_copy(update={**decision.keys, "mode": "given"})
     return config.model_copy(update={"plan": plan})
-
-
-def agreed(measured: Sequence[Measured]) -> Measured:
-    """Of what several ranks measured at the same time, the median of each number and the least memory; it is kept."""
-    first = measured[0]
-    usable = [x.usable for x in measured if x.usable is not None]
-    costs = [x.costs for x in measured if x.costs is not None]
-    found = dataclasses.replace(first, usable=min(usable, default=None))
-    if len(costs) < len(measured):
-        return found
-    assert all(x.samples == costs[0].samples and len(x.units) == len(costs[0].units) for x in costs), (
-        "ranks measured other units"
-    )
-    common = _median_costs(costs)
-    if first.keep_at is not None:
-        first.keep_at.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = first.keep_at.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(common.to_json(), encoding="utf-8")
-        unfinished.replace(first.keep_at)
-    return dataclasses.replace(found, costs=common)
-
-
-def _median_costs(costs: Sequence[UnitCosts]) -> UnitCosts:
-    def median(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-        return tuple(sorted(values)[len(values) // 2] for values in zip(*rows, strict=True))
-
-    units = tuple(
-        dataclasses.replace(
-            unit,
-            forward=median([x.units[number].forward for x in costs]),
-            backward=median([x.units[number].backward for x in costs]),
-        )
-        for number, unit in enumerate(costs[0].units)
-    )
-    return dataclasses.replace(costs[0], units=units)

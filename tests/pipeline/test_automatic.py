@@ -20,7 +20,8 @@ from meshwright.launching.verify import job_of
 from meshwright.testing.ranks import RankPool
 from meshwright.training.agreeing import measure_rank
 from meshwright.training.config import RunConfig
-from meshwright.training.deciding import Decision, Measured, agreed, decide
+from meshwright.training.deciding import Decision, decide
+from meshwright.training.measured import Measured, agreed
 from meshwright.verification.job import Functions
 from meshwright.verification.subject import make_task_of
 from tests.parity.verifying import Verifier
@@ -89,6 +90,7 @@ PLANS = [
     (4, "pp=2,zero=3,transport=shm"),
     (4, "pp=2,schedule=gpipe,recompute=full"),
     (3, ""),
+    (3, "pp=2"),  # one rank and two
 ]
 
 
@@ -137,7 +139,7 @@ def test_an_automatic_plan_is_one_device(verifier, ranks, tmp_path, subject, pro
         Functions(build, loss, data),
         plan=",".join(part for part in ("mode=auto", fixed) if part),
         processes=processes,
-        options={"steps": 2, "global_batch": 12},
+        options={"steps": 2, "global_batch": 12},  # verify's own default would fix micro_batch
         decide=deciding,
     )
     assert len(deciding.found) == 1

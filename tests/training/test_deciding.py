@@ -11,7 +11,8 @@ import pytest
 from meshwright.errors import DoesNotFitError, PlanError
 from meshwright.partitioning.unit_costs import Passed, Unit, UnitCosts
 from meshwright.training.config import load_config
-from meshwright.training.deciding import Measured, agreed, decide, decided, sizes_to_measure
+from meshwright.training.deciding import decide, decided, sizes_to_measure
+from meshwright.training.measured import Measured, agreed
 from meshwright.training.planning import plan_of
 
 SECONDS = (1.0, 2.0, 4.0, 1.0, 1.0, 3.0)
@@ -161,3 +162,21 @@ def test_ranks_agree_on_the_median_and_keep_it(tmp_path: Path):
     assert found.usable == 1000
     assert UnitCosts.from_json(place.read_text()) == found.costs
     assert agreed([Measured(make_costs(), "", None), Measured(None, "E261", 5)]).costs == make_costs()
+
+
+def test_stages_get_unlike_numbers_of_replicas_where_that_is_worth_it():
+    """One unit of three quarters of the time on three ranks of four."""
+    given = ("plan.pp=2", "train.global_batch=12")
+    unequal = make_costs((1.0, 3.0), bytes_per_second=1000.0)
+    found = decision_of(*given, costs=unequal, world_size=4)
+    assert found.keys["stage_ranks"] == ((0,), (1, 2, 3))
+    assert "pp 2 x dp 1+3" in found.lines[0]
+    config = decided(make_config(*given), found)
+    plan = plan_of(config, world_size=4)
+    assert plan.stage_ranks == ((0,), (1, 2, 3))
+    whole = replace(unequal, passed=(replace(unequal.passed[0], is_divisible=False),))
+    assert "stage_ranks" not in decision_of(*given, costs=whole, world_size=4).keys
+    for fixed in ("plan.dp=2", "plan.micro_batch=1"):
+        assert "stage_ranks" not in decision_of(*given, fixed, costs=unequal, world_size=4).keys
+    three = decision_of(*given, costs=unequal, world_size=3)
+    assert three.keys["stage_ranks"] == ((0,), (1, 2)), "the only way to use three ranks"
