@@ -442,6 +442,14 @@ CATALOGUE = (
         "Begin the stage elsewhere (plan.stages), or give both places as many ranks.",
     ),
     CodeEntry(
+        "E237",
+        "a loop of your own that a pipeline cannot run",
+        "With plan.pp a rank has some layers of the model, and a schedule runs the micro-batches of a step in an order "
+        "of its own: model.step(batch) with a loss that returns (sum, count), on a model built with loss and data. "
+        "Lines that run the whole model, and places with unlike numbers of ranks, are for no loop.",
+        "Write job.build(build, loss=loss, data=dataset) and model.step(batch), or set plan.pp = 1.",
+    ),
+    CodeEntry(
         "E240",
         "a word that plan.recompute does not know",
         "plan.recompute is none, full, selective, every:k, constant, offload or budget:BYTES, for all repeated blocks, "

@@ -81,9 +81,7 @@ def plan_pipeline(
         cut, costs = balanced_cut(tape, plan.num_stages, model=name)
         text = uneven_warning(costs, name)
         warnings = () if text is None else (text,)
-    teams = plan.stage_ranks
-    replicas = Replicas(teams, plan.global_batch // plan.num_microbatches) if teams else None
-    schedule = lower(_schedule(plan), Extras(reduces=False), replicas=replicas)
+    schedule = schedule_of(plan, plan.num_microbatches)
     stages = make_stages(tape, cut)
     by_stage = holders_of(tape, stages, model)
     at = [tuple(sorted({ranks[s] for ranks in schedule.placement})) for s in range(schedule.num_stages)]
@@ -108,9 +106,12 @@ def _check_no_statistics(model: nn.Module, schedule: str) -> None:
             )
 
 
-def _schedule(plan: TrainPlan) -> Schedule:
-    pp, num = plan.mesh.size("pp"), plan.num_microbatches
-    return make_schedule(plan.schedule, pp, num, num_chunks=plan.chunks)
+def schedule_of(plan: TrainPlan, num_microbatches: int) -> Schedule:
+    """The lowered schedule of a step of so many micro-batches; stages are at the same places for any number."""
+    made = make_schedule(plan.schedule, plan.mesh.size("pp"), num_microbatches, num_chunks=plan.chunks)
+    teams = plan.stage_ranks
+    replicas = Replicas(teams, plan.global_batch // plan.num_microbatches) if teams else None
+    return lower(made, Extras(reduces=False), replicas=replicas)
 
 
 def keep_stages(model: nn.Module, pipeline: PipelinePlan, groups: PipelineGroups) -> dict[str, str]:

@@ -97,12 +97,14 @@ class WholeModel:
         buffers: the same of persistent buffers.
         trained: names of trained parameters.
         aliases: further names of tied parameters to their first.
+        dtypes: type of each entry of its state dict, in order, as masters have it.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, tuple[int, ...]]
     trained: frozenset[str]
     aliases: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
 
 
 class ShardingEngine:

@@ -34,6 +34,7 @@ from meshwright.training.metrics import MetricsWriter, gather_numbers
 from meshwright.training.own_build import Site, build_model
 from meshwright.training.own_loop import ShardedModel
 from meshwright.training.own_optimizer import Choice, Groups, make_own_optimizer
+from meshwright.training.own_stages import check_alike
 from meshwright.training.own_step import LoopRules, StepBatch
 from meshwright.training.plain_state import stream_state
 from meshwright.training.planning import plan_of
@@ -85,7 +86,8 @@ class Job:
 
         Raises:
             LoopError: E705 inside another job.
-            PlanError: E200, E204, E207 for a plan that this world cannot run, E223 for parameter servers.
+            PlanError: E200, E204, E207 for a plan that this world cannot run, E223 for parameter servers, E237 for
+                places of a pipeline with unlike numbers of ranks.
             WorkerError: E403 when the port is taken or nobody answers.
         """
         if is_connected():
@@ -113,12 +115,7 @@ class Job:
                 "Train by a run file (meshwright train run.toml), or set plan.sync=native, with plan.zero=1 for "
                 "optimizer state on one rank each.",
             )
-        if config.plan.pp > 1:
-            raise PlanError(
-                "E265",
-                f"plan.pp = {config.plan.pp} is not built for loops of your own. Train by a run file (meshwright train "
-                f"run.toml), or set plan.pp=1.",
-            )
+        check_alike(config.plan.stage_ranks)
         self.device = choose_device(config, world)
         self._plan = self._plan_for(world.size, None)
         log = CommLog(world.rank, world.size, self._files.ring(world.rank))
@@ -164,7 +161,11 @@ class Job:
     # Models and optimizers.
 
     def build(
-        self, build: Callable[[], Any], *, loss: Callable[[Any, Any], Any] | None = None
+        self,
+        build: Callable[[], Any],
+        *,
+        loss: Callable[[Any, Any], Any] | None = None,
+        data: MapStyle | None = None,
     ) -> ShardedModel:
         """Build a module under the job's seed and shard it by the plan.
 
@@ -172,12 +173,17 @@ class Job:
             build: () -> nn.Module, the same on every rank. Parameters that it leaves on the meta device are reset
                 module by module, so that no rank holds the whole model.
             loss: (model, batch) -> (sum, count), or a bare scalar that is a mean over samples; for `model.step`.
+            With plan.pp a pair.
+            data: with plan.pp, samples like those of training: where the model can be cut is seen on two of them.
 
         Raises:
-            PlanError: E113 when ranks built different models, E206, E208 for what cannot be sharded or cut.
+            PlanError: E113 when ranks built different models, E206, E208 for what cannot be sharded or cut, E237 for
+                what a model in stages lacks.
             ConfigError: E111 for a module on the meta device without `reset_parameters`.
         """
-        model = build_model(build, self._site, loss=loss, siblings=self._models, say=self._console.line)
+        model = build_model(
+            build, self._site, loss=loss, data=data, siblings=self._models, say=self._console.line
+        )
         self._models.append(model)
         return model
 

@@ -16,7 +16,7 @@ from meshwright.errors import CheckpointError, LoopError
 from meshwright.layout.plan import TrainPlan
 from meshwright.training.checkpoints import Checkpoints
 from meshwright.training.own_loop import ShardedModel
-from meshwright.training.saving import aliases, state_numbers
+from meshwright.training.saving import aliases_of, state_numbers
 from meshwright.training.sections import SaveConfig
 from meshwright.training.units import SaveEvery
 
@@ -119,7 +119,7 @@ class JobCheckpoints:
             optimizer=_rules(model),
             plan={"policy": {"name": self._plan.policy.name}, "precision": self._plan.precision},
             config={"job": job},
-            aliases=aliases(state.engine.model),
+            aliases=aliases_of(state.engine),
         )
 
 

@@ -14,14 +14,18 @@ import torch
 
 from meshwright.adapt import registry
 from meshwright.comm.mesh import Mesh
+from meshwright.data.batches import MapStyle
 from meshwright.layout.plan import TrainPlan
+from meshwright.pipeline.part import Part
 from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.initialise import call_build, first_values
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.own_loop import ShardedModel
+from meshwright.training.own_stages import OwnStages, plan_own_stages
 from meshwright.training.own_step import LoopRules
 from meshwright.training.precision import to_master, warnings_of
+from meshwright.training.sequences import cutter
 from meshwright.training.state import TrainState
 
 
@@ -45,6 +49,7 @@ def build_model(
     site: Site,
     *,
     loss: Callable[[Any, Any], Any] | None,
+    data: MapStyle | None,
     siblings: list[ShardedModel],
     say: Callable[[str], None],
 ) -> ShardedModel:
@@ -54,6 +59,7 @@ def build_model(
         build: () -> nn.Module, the same on every rank.
         site: where.
         loss: of `model.step`.
+        data: samples, for a model in stages.
         siblings: the job's models.
         say: is told warnings.
     """
@@ -67,6 +73,11 @@ def build_model(
     texts = registry.warnings_of(module, dropout_kind=rules.dropout, num_ranks=workers, num_microbatches=1)
     for text in [*warnings_of(plan, mesh.device), *texts]:
         say(text)
+    context = context_scope(plan, groups)
+    cut_batch = Part if context is None else cutter(context)
+    pipeline = plan_own_stages(module, loss, data, plan, mesh, cut_batch=cut_batch)
+    for text in () if pipeline is None else pipeline.plan.warnings:
+        say(text)
     engine = shard_model(
         module,
         plan,
@@ -74,9 +85,10 @@ def build_model(
         device=mesh.device,
         initialiser=initialiser,
         dropout=rules.dropout,
+        pipeline=pipeline,
     )
     # Optimizers come later, and each is tied to the model by its hooks.
     scale = LossScale() if plan.precision == "fp16" else None
     state = TrainState(engine, ShardedOptimizer(OptimizerSpec(), []), loss_scale=scale)
-    context = context_scope(plan, groups)
-    return ShardedModel(state, rules=rules, loss=loss, siblings=siblings, context=context)
+    stages = None if pipeline is None else OwnStages(pipeline, engine)
+    return ShardedModel(state, rules=rules, loss=loss, siblings=siblings, context=context, stages=stages)

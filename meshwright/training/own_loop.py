@@ -33,6 +33,7 @@ from meshwright.nested import tensors_in
 from meshwright.sharding.engine import ShardParameter
 from meshwright.training.nonfinite import explain_not_finite
 from meshwright.training.normaliser import checked_loss
+from meshwright.training.own_stages import OwnStages, no_forward
 from meshwright.training.own_step import (
     LoopRules,
     OpenStep,
@@ -81,6 +82,7 @@ class ShardedModel:
         loss: Callable[[Any, Any], Any] | None,
         siblings: list[ShardedModel],
         context: ContextScope | None = None,
+        stages: OwnStages | None = None,
     ) -> None:
         self.state = state
         self.module: nn.Module = state.engine.model
@@ -89,7 +91,10 @@ class ShardedModel:
         self.optimizers: list[torch.optim.Optimizer] = []
         self._engine = state.engine
         self.rules = rules
-        self._user_loss = None if loss is None else loss_of_rank(loss, context, None)
+        self._stages = stages
+        executor = None if stages is None else stages.executor(1)  # of evaluations before the first step
+        surround_passes(state, None, context, executor)
+        self._user_loss = None if loss is None else loss_of_rank(loss, context, executor)
         self._context = context
         self._loss: Loss | None = None
         self._siblings = siblings
@@ -137,6 +142,7 @@ class ShardedModel:
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_job()
+        self._check_whole("a forward of your own")
         block = self._block
         if block is not None and not block.is_complete:
             with block.forward(leading_size((args, kwargs))):
@@ -211,9 +217,12 @@ class ShardedModel:
                 region=self._engine.region,
                 sequence=None if context is None else context.region,
             )
-        surround_passes(self.state, draws, context, None)
+        executor = None if self._stages is None else self._stages.executor(len(batch))
+        self.state.stages = executor
+        surround_passes(self.state, draws, context, executor)
         if self._loss is None:
-            self._loss = checked_loss(self._engine, self.loss, batch.trial())
+            loss, is_pair = self.loss, executor is not None
+            self._loss = loss if is_pair else checked_loss(self._engine, loss, batch.trial())
             if self.state.loss_scale is not None:
                 self.state.expected_count = first_count(
                     self._engine, batch[0], loss=self._loss, num_microbatches=len(batch)
@@ -253,8 +262,9 @@ class ShardedModel:
         Raises:
             LoopError: E701 inside another block, E702 when another number of calls came, E703 when the gradients of the
                 step before were never used.
-            PlanError: E255 with plan.cp.
+            PlanError: E237 with plan.pp, E255 with plan.cp.
         """
+        self._check_whole("model.accumulate()")
         if num_microbatches < 1 or backwards < 1:
             raise LoopError(
                 "E702", f"accumulate({num_microbatches}, backwards={backwards}): both are 1 or more"
@@ -368,6 +378,12 @@ class ShardedModel:
         return gradients.agreed
 
     # Rules.
+
+    def _check_whole(self, what: str) -> None:
+        if self._stages is not None:
+            along = self._engine.groups.pipeline
+            assert along is not None, "stages have ranks along them"
+            raise no_forward(self.module, along.all.size, what)
 
     @property
     def _rank(self) -> int:

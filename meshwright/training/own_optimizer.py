@@ -90,6 +90,9 @@ def make_own_optimizer(
 
 
 def _trained(model: ShardedModel) -> list[str]:
+    whole = model.state.engine.whole
+    if whole is not None:  # of all stages
+        return [name for name in whole.parameters if name in whole.trained]
     return [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
 
 

@@ -15,7 +15,7 @@ from meshwright.checkpoint.writer import Item
 from meshwright.comm import ops
 from meshwright.errors import CheckpointError
 from meshwright.sharding.engine import ShardingEngine
-from meshwright.training.saving import aliases, items_to_save, owned_pieces, runs_of, whole_shapes
+from meshwright.training.saving import aliases_of, items_to_save, owned_pieces, runs_of, whole_shapes
 from meshwright.training.state import TrainState
 
 
@@ -29,11 +29,11 @@ def stream_state(state: TrainState) -> Iterator[tuple[str, Tensor | None]]:
     for item in items_to_save(state):
         if item.kind in ("parameter", "buffer"):
             pieces.setdefault(item.name, []).append(item)
-    same, shapes = aliases(engine.model), whole_shapes(engine)
+    same, shapes = aliases_of(engine), whole_shapes(engine)
     dtypes = {owned.name: owned.values.dtype for owned in owned_pieces(engine)}
-    for name, tensor in engine.model.state_dict(keep_vars=True).items():
+    for name, in_module in _entries(engine).items():
         first = same.get(name, name)
-        dtype = dtypes.get(first, tensor.dtype)
+        dtype = in_module if engine.whole is not None else dtypes.get(first, in_module)
         whole = torch.zeros(math.prod(shapes[first]), dtype=dtype, device=engine.device)
         for item in pieces.get(first, []):
             place = item.place_of(whole)
@@ -49,8 +49,8 @@ def load_plain_state(engine: ShardingEngine, values: Mapping[str, Tensor]) -> No
     Raises:
         CheckpointError: E501 where names or shapes are not the model's.
     """
-    same, shapes = aliases(engine.model), whole_shapes(engine)
-    wanted = {name: shapes[same.get(name, name)] for name in engine.model.state_dict(keep_vars=True)}
+    same, shapes = aliases_of(engine), whole_shapes(engine)
+    wanted = {name: shapes[same.get(name, name)] for name in _entries(engine)}
     given = {name: tuple(value.shape) for name, value in values.items()}
     wrong = [name for name in wanted if given.get(name) != wanted[name]] + [
         n for n in given if n not in wanted
@@ -69,3 +69,10 @@ def load_plain_state(engine: ShardingEngine, values: Mapping[str, Tensor]) -> No
             if parts:
                 owned.values.copy_(torch.cat(parts).view(owned.values.shape))
         engine.publish_masters()
+
+
+def _entries(engine: ShardingEngine) -> Mapping[str, torch.dtype]:
+    """Names in the state dict of the module, with all its stages, and their types in the module."""
+    if engine.whole is not None:
+        return engine.whole.dtypes
+    return {name: tensor.dtype for name, tensor in engine.model.state_dict(keep_vars=True).items()}

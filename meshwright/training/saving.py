@@ -107,6 +107,7 @@ def whole_model(model: nn.Module) -> WholeModel:
         {name: tuple(buffer.shape) for name, buffer in _buffers(model)},
         frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
         aliases(model),
+        {name: value.dtype for name, value in model.state_dict(keep_vars=True).items()},
     )
 
 

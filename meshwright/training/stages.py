@@ -19,7 +19,7 @@ from meshwright.data.batches import Batches, MapStyle
 from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import PlanError
 from meshwright.layout.plan import TrainPlan
-from meshwright.pipeline.build import PipelinePlan, plan_pipeline
+from meshwright.pipeline.build import PipelinePlan, plan_pipeline, schedule_of
 from meshwright.pipeline.executor import PipelineExecutor
 from meshwright.pipeline.micro_batch import Reader
 from meshwright.pipeline.part import Part
@@ -36,23 +36,25 @@ class Pipeline:
 
     Attributes:
         plan: of the stages.
-        loss: as it is recorded.
+        of_run: the plan of the run.
+        reader: makes micro-batches.
         deferral: of weight gradients, where the schedule splits backward.
     """
 
     plan: PipelinePlan
-    loss: Loss
+    of_run: TrainPlan
+    reader: Reader
     deferral: Deferral | None
 
-    def executor(self, engine: ShardingEngine) -> PipelineExecutor:
-        """What runs the stages of `engine`, the sharded part of the model."""
-        groups = engine.groups.pipeline
+    def executor(self, engine: ShardingEngine, *, num_microbatches: int | None = None) -> PipelineExecutor:
+        """What runs the stages of `engine`, the sharded part of the model; None: the plan's micro-batches."""
+        groups, schedule = engine.groups.pipeline, self.plan.schedule
         assert groups is not None, "a pipeline has ranks along it"
+        if num_microbatches is not None:
+            schedule = schedule_of(self.of_run, num_microbatches)
         shared = {n: p for n, p in self.plan.holders.items() if len(p) > 1}
-        schedule = self.plan.schedule
-        reader = Reader(self.plan.twin, self.plan.cut, self.loss, groups=groups, placement=schedule.placement)
         return PipelineExecutor(
-            reader,
+            self.reader,
             groups=groups,
             schedule=schedule,
             engine=engine,
@@ -92,11 +94,26 @@ def make_pipeline(
     batch = cast_batch(
         Batches(data, geometry, seed=0).micro_batch(0, 0), MASTER_DTYPES[plan.precision], device
     )
-    made = plan_pipeline(
-        model, loss, cut_batch(batch).batch, plan, device=device, compute_dtype=COMPUTE_DTYPES[plan.precision]
-    )
+    return pipeline_of(model, loss, cut_batch(batch).batch, plan, groups, device=device)
+
+
+def pipeline_of(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    plan: TrainPlan,
+    groups: DataGroups,
+    *,
+    device: torch.device,
+) -> Pipeline:
+    """As `make_pipeline`, cut by what the loss does with this rank's part of a micro-batch."""
+    dtype = COMPUTE_DTYPES[plan.precision]
+    made = plan_pipeline(model, loss, batch, plan, device=device, compute_dtype=dtype)
     _check_owners(plan, made.holders)
-    return Pipeline(made, loss, Deferral() if made.schedule.splits_backward else None)
+    along, placement = groups.pipeline, made.schedule.placement
+    assert along is not None, "a pipeline has ranks along it"
+    reader = Reader(made.twin, made.cut, loss, groups=along, placement=placement)
+    return Pipeline(made, plan, reader, Deferral() if made.schedule.splits_backward else None)
 
 
 def _check_owners(plan: TrainPlan, holders: Mapping[str, tuple[int, ...]]) -> None:

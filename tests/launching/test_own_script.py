@@ -138,7 +138,7 @@ def test_a_mistake_on_one_rank_ends_all_and_is_named(script, mode: str, code: st
         ("zero=7", "E109", "plan.zero = 7"),
         ("stage=2", "E101", "unknown key 'plan.stage'"),
         ("ep=2", "E110", "plan.ep"),
-        ("pp=2", "E265", "plan.pp = 2 is not built for loops of your own"),
+        ("stage_ranks=[[0],[1,2]]", "E237", "plan.stage_ranks = [[0], [1, 2]] in a loop of your own"),
         ("sync=parameter_server", "E223", "your loop runs the model on every rank"),
     ],
 )
@@ -197,3 +197,15 @@ def test_examples_run_alone_and_on_two_ranks(name: str, tmp_path, monkeypatch, c
     launch_script(path, processes=2, arguments=["zero=3"])
     assert capfd.readouterr().out == alone
     assert len(_lines(alone, "step=")) >= 3
+
+
+def test_the_tutorial_runs_on_stages(tmp_path, monkeypatch, capfd) -> None:
+    """Its model-parallel part, a layer on each of two ranks, two times; the same lines as alone."""
+    monkeypatch.chdir(tmp_path)
+    path = EXAMPLES / "ddp_tutorial.py"
+    _here(path)
+    alone = capfd.readouterr().out
+    launch_script(path, processes=4, arguments=["pp=2,schedule=serial"])
+    steps = _lines(capfd.readouterr().out, "step=")
+    assert steps == _lines(alone, "step=")[:3]
+    assert len(steps) == 3
