@@ -49,9 +49,9 @@ def build_model(
     site: Site,
     *,
     loss: Callable[[Any, Any], Any] | None,
-    data: MapStyle | None,
     siblings: list[ShardedModel],
     say: Callable[[str], None],
+    data: MapStyle | None = None,
 ) -> ShardedModel:
     """What `Job.build` does.
 
@@ -59,9 +59,9 @@ def build_model(
         build: () -> nn.Module, the same on every rank.
         site: where.
         loss: of `model.step`.
-        data: samples, for a model in stages.
         siblings: the job's models.
         say: is told warnings.
+        data: samples, for a model in stages.
     """
     rules, mesh, plan = site.rules, site.mesh, site.plan
     torch.manual_seed(rules.seed)
