@@ -21,7 +21,7 @@ from meshwright.simulation.job import Cluster, Layout, Workload, check_job, num_
 from meshwright.simulation.prediction import Prediction, predict
 from meshwright.simulation.published import Row
 from meshwright.simulation.reading import layout_of, parse_cluster, parse_layout, read_run
-from meshwright.simulation.scoring import Errors, errors_by_source, score_rows, skipped
+from meshwright.simulation.scoring import Calls, Errors, calls, errors_by_source, score_rows, skipped
 
 _SHIPPED = "published_runs.csv"
 _NEEDED = ("hardware", "gpus", "hidden", "layers", "seq_len", "global_batch")
@@ -143,14 +143,23 @@ def _price_table(name: str, out: Path | None, *, json_output: bool) -> None:
             writer.writerows(item.row for item in scored)
     errors, reasons = errors_by_source(scored), skipped(scored)
     if json_output:
-        print_json({"rows": len(rows), "sources": [asdict(item) for item in errors], "skipped": reasons})
+        sources = [asdict(item) for item in errors]
+        print_json({"rows": len(rows), "sources": sources, "fits": asdict(calls(scored)), "skipped": reasons})
         return
     print(f"{'source · machine':48s} {'rows':>5s} {'median':>7s} {'90 %':>7s} {'memory':>7s}")
     for item in errors:
         print(_line(item))
+    print(_calls_text(calls(scored)))
     print(f"skipped {sum(reasons.values())} of {len(rows)} rows")
     for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1]):
         print(f"  {count:4d}  {reason}")
+
+
+def _calls_text(found: Calls) -> str:
+    return (
+        f"out of memory is said of {found.failed_called} of {found.failed} runs that failed so, "
+        f"and of {found.ran_called} of {found.ran} that ran"
+    )
 
 
 def _line(item: Errors) -> str:

@@ -45,14 +45,14 @@ class Calibration:
 
 
 _A100 = Calibration(
-    matmul=0.781,
+    matmul=0.783,
     matmul_fp8=0.6,  # it has none
-    prologue=304.0,
-    memory=0.950,
+    prologue=309.0,
+    memory=0.954,
     attention=0.310,
-    gap_seconds=2.16e-6,
-    network=0.715,
-    overlap=0.541,
+    gap_seconds=2.10e-6,
+    network=0.846,
+    overlap=0.519,
     num_units=108,
     node=0.77,
 )

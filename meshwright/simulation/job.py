@@ -67,6 +67,10 @@ class Layout:
         fused: whether elementwise operations run in few kernels (a compiler, or a library of fused layers).
         gradient_bytes: of one element in the reduction.
         accumulator_bytes: of one element of a second buffer of gradients, which sums over micro-steps.
+        reduces_whole: whether zero1 sums gradients on all ranks, and not each part on its owner alone.
+        optimizer_bytes: of one element's masters and moments, 16 where an update first copies its gradients in float32.
+        bucket_bytes: buffers of a framework through which gradients and weights are exchanged.
+        keeps_outputs: whether a stage keeps what it has sent until its backward.
         logit_bytes: of one logit and its gradient at the peak: 6 for a loss that works in place (16 bits and float32),
             14 for torch's own, which keeps two more in float32.
         overlap_gradients: whether reductions, and gathers of zero3, run beside computations.
@@ -95,6 +99,10 @@ class Layout:
     fused: bool = True
     gradient_bytes: int = 4
     accumulator_bytes: int = 0
+    reduces_whole: bool = False
+    optimizer_bytes: int = 12
+    bucket_bytes: int = 0
+    keeps_outputs: bool = False
     logit_bytes: int = 6
     overlap_gradients: bool = True
     overlap_tensor: bool = False

@@ -99,7 +99,9 @@ def states_of(work: Workload, layout: Layout) -> States:
     """States of the fullest rank."""
     numel, shards = stage_numel(work, layout), layout.num_shards
     gradient = layout.gradient_bytes + layout.accumulator_bytes
-    parts = state_bytes(numel, zero=layout.zero, shards=shards, gradient=gradient)
+    parts = state_bytes(
+        numel, zero=layout.zero, shards=shards, gradient=gradient, optimizer=layout.optimizer_bytes
+    )
     is_gathered = layout.zero == 3 and shards > 1
     return States(*parts, 2 * 2.0 * layer_numel(work) / layout.tp if is_gathered else 0.0)
 
@@ -134,7 +136,7 @@ def peak_bytes(
         pieces.states.gathered,
         activations,
         logits,
-        0.0 if on_cpu else _BUFFERS_BYTES * num_axes,
+        0.0 if on_cpu else _BUFFERS_BYTES * num_axes + layout.bucket_bytes,
         0.0 if on_cpu else _CONTEXT_BYTES,
     )
 
@@ -144,7 +146,10 @@ def _activations(work: Workload, layout: Layout, pieces: HeldPieces) -> tuple[fl
     full, last = stage_layers(work.model.num_layers, layout.pp, halves=layout.half_layers)
     again = pieces.whole if layout.recompute in ("full", "half") else 0.0
     m = num_microbatches(work, layout)
-    at_first = pieces.kept * full * min(in_flight(layout, 0, m), m) + again
+    held = pieces.kept * full
+    if layout.keeps_outputs and layout.pp > 1:
+        held += 2.0 * layout.micro_batch * work.seq_len * work.model.dim / layout.cp
+    at_first = held * min(in_flight(layout, 0, m), m) + again
     return at_first, pieces.kept * last * min(in_flight(layout, layout.pp - 1, m), m) + again
 
 

@@ -142,6 +142,8 @@ def _layout(row: Row, world: int) -> Layout:
     micro = _whole(row, "micro_batch")
     is_fsdp = "fsdp" in lower
     split = "split in pp" in lower or (is_fsdp and pp > 1)
+    deepspeed = "deepspeed" in f"{lower} {row.get('schedule', '').lower()}"
+    in_16_bits = "pure" in lower or (deepspeed and "fp16" in lower)
     engine = "transformerengine" in lower or lower.startswith("te,")
     flash = is_fsdp or engine or ("flash" in lower and "no flash" not in lower) or "torch.compile" in lower
     return Layout(
@@ -158,12 +160,17 @@ def _layout(row: Row, world: int) -> Layout:
         precision=_precision(row.get("dtype", "").lower()),
         attention="engine" if engine else ("flash" if flash else "unfused"),
         fused=engine or "torch.compile" in lower.replace("no torch.compile", "") or not is_fsdp,
-        gradient_bytes=2 if "pure" in lower or engine else 4,
+        gradient_bytes=2 if in_16_bits or engine else 4,
+        # Its defaults: 5e8 elements in 16 bits for each of two buffers; updates copy gradients.
+        optimizer_bytes=16 if deepspeed else 12,
+        bucket_bytes=2 * 10**9 if deepspeed else 0,
+        keeps_outputs=deepspeed,
         logit_bytes=14 if "fsdp2" in lower else 6,
         accumulator_bytes=2 if "fp32 grad accumulation" in lower else 0,
         overlap_gradients=is_fsdp or engine or "ddp=torch" in lower or "overlap" in lower,
         # Implementations of these schedules validate updates afterwards (Qi et al. 2024, section 4).
         joined_steps=_schedule(row).startswith("zb"),
+        reduces_whole=deepspeed,
         overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
     )
 

@@ -247,7 +247,7 @@ def sharing_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calib
         return Sharing(gather, scatter, 0.0, last, optimizer)
     if layout.zero == 0:
         return Sharing(0.0, 0.0, 0.0, seconds(grads, passes=2), optimizer)
-    reduce = seconds(grads)
+    reduce = seconds(grads, passes=2 if layout.zero == 1 and layout.reduces_whole else 1)
     micro = reduce if layout.zero == 2 else 0.0
     return Sharing(0.0, 0.0, micro, reduce + seconds(2.0 * numel), optimizer)
 

@@ -1,14 +1,16 @@
 """The shipped table of published runs: read, priced, scored; errors as large as documented and no larger."""
 
 import csv
+from dataclasses import replace
 from importlib.resources import files
 from itertools import combinations
 from statistics import median
 
 import pytest
 
+from meshwright.simulation.peak import peak_bytes
 from meshwright.simulation.published import Unpriced, read_job
-from meshwright.simulation.scoring import errors_by_source, score_rows, short_source, skipped
+from meshwright.simulation.scoring import calls, errors_by_source, score_rows, short_source, skipped
 
 TEXT = (files("meshwright.simulation") / "published_runs.csv").read_text(encoding="utf-8")
 ROWS = list(csv.DictReader(TEXT.splitlines()))
@@ -27,7 +29,9 @@ def p90(values):
     ("machines", "most"), [(("a100-80", "a100-40"), (0.06, 0.16)), (("h100", "h100-96"), (0.06, 0.19))]
 )
 def test_step_times_are_met_in_sample(machines, most):
-    errors = [abs(item.time_error) for item in SCORED if item.machine in machines]
+    errors = [
+        abs(item.time_error) for item in SCORED if item.machine in machines and item.time_error is not None
+    ]
     assert len(errors) > 90
     assert median(errors) <= most[0]
     assert p90(errors) <= most[1]
@@ -52,8 +56,9 @@ def test_schedules_stand_in_their_published_order():
 
 def test_the_best_of_blooms_layouts_is_found():
     """384 A100, 72 layers of 14336: tp x pp x micro-batch; what is predicted best is within 5 % of the best."""
+    ran = [item for item in SCORED if item.time_error is not None]
     sweep = [
-        item for item in SCORED if item.row["model_name"].startswith("GPT 181B") and item.row["gpus"] == "384"
+        item for item in ran if item.row["model_name"].startswith("GPT 181B") and item.row["gpus"] == "384"
     ]
     assert len(sweep) == 20
 
@@ -68,16 +73,39 @@ def test_the_best_of_blooms_layouts_is_found():
 def test_measured_peaks_are_met():
     errors = [abs(item.memory_error) for item in SCORED if item.memory_error is not None]
     assert len(errors) > 80
-    assert median(errors) <= 0.06
-    ran = [item for item in SCORED if item.machine and float(item.row["predicted_peak_mem_gib"]) > 96]
-    assert ran == []
+    assert median(errors) <= 0.03
+
+
+def test_most_of_what_ran_out_of_memory_is_told_from_what_ran():
+    found = calls(SCORED)
+    assert (found.failed, found.failed_called) == (6, 4)
+    assert found.ran > 200
+    assert found.ran_called <= 0.01 * found.ran
+    unsaid = [replace(item, row={**item.row, "activation_recompute": "not stated"}) for item in SCORED]
+    assert calls(unsaid).ran == 0
+
+
+def test_what_a_framework_does_is_in_its_memory():
+    """DeepSpeed: gradients in 16 bits, 16 bytes of each element's optimizer in an update, two buffers, kept outputs."""
+    job = read_job(row_of("T0909"))
+    plain = replace(job.layout, gradient_bytes=4, optimizer_bytes=12, bucket_bytes=0, keeps_outputs=False)
+    own, other = (peak_bytes(job.work, layout) for layout in (job.layout, plain))
+    assert own.gradients == other.gradients / 2
+    assert own.optimizer == pytest.approx(other.optimizer * 16 / 12)
+    assert own.communication - other.communication == 2e9
+    # Six micro-batches, of each one stream of 16 bits of 14336 elements.
+    assert own.activations - other.activations == 6 * 2 * 2 * 2048 * 14336
+    in_32 = read_job(row_of("T0944")).layout
+    assert (in_32.gradient_bytes, in_32.accumulator_bytes) == (4, 2)
 
 
 def test_nvidia_smi_sees_the_context_and_a_framework_does_not():
     row = row_of("T0906")
     seen, counted = score_rows([row, {**row, "peak_mem_unit": "framework"}])
-    context = float(seen.row["predicted_peak_mem_gib"]) - float(counted.row["predicted_peak_mem_gib"])
-    assert context == pytest.approx(1573 / 1024, abs=0.02)
+    whole, held = (float(item.row["predicted_peak_mem_gib"]) for item in (seen, counted))
+    assert whole == pytest.approx(1.1 * held + 1573 / 1024, abs=0.02)
+    nearly_full = score_rows([{**row_of("F0005"), "peak_mem_unit": "nvidia-smi"}])[0]
+    assert float(nearly_full.row["predicted_peak_mem_gib"]) == 80
 
 
 def test_words_of_a_row_become_a_layout():
@@ -139,8 +167,8 @@ def test_a_domain_of_fast_links_spans_trays():
 def test_errors_are_listed_by_source_and_machine():
     lines = errors_by_source(SCORED)
     assert lines[-1].source == "all"
-    assert lines[-1].num_times == len(ROWS)
-    assert sum(line.num_times for line in lines[:-1]) == len(ROWS)
+    assert lines[-1].num_times == len(ROWS) - 6
+    assert sum(line.num_times for line in lines[:-1]) == len(ROWS) - 6
     assert short_source("Narayanan et al. SC21 (arXiv:2104.04473) Table 1") == "Narayanan et al. SC21"
 
 
