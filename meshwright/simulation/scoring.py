@@ -49,8 +49,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Calls:
-    """Whether runs are told from failures: of those that ran out of memory, of those that ran, how many, and how many are
-    called out of memory. A run that does not say what it computes again is not judged."""
+    """Whether runs are told from failures: of those that ran out of memory, and of those that ran, how many there are,
+    and how many are called out of memory. A run that does not say what it computes again is not judged."""
 
     failed: int
     failed_called: int
