@@ -197,7 +197,7 @@ class PipelineExecutor:
         run = StageRun(tape, stages[stage], batch.inputs, received)
         if self.randomness is not None:
             now.random[stage, m] = self.randomness(now.number, m, stages[stage].draws_before)
-        engine.start_forward()
+        engine.start_forward((stage, m))
         with ExitStack() as stack:
             self._enter(stack, now, (stage, m), is_forward=True)
             stack.enter_context(batch.part.forward())
@@ -220,7 +220,7 @@ class PipelineExecutor:
         gradients = {} if is_last_stage else self._taken(now, "G", action)
         splits = action.op == "I" and self._deferral is not None
         last = not splits and self._is_last_work(now)
-        with self._pass(engine, last=last), ExitStack() as stack:
+        with self._pass(engine, (stage, m), last=last), ExitStack() as stack:
             self._enter(stack, now, (stage, m), is_forward=False)
             stack.enter_context(self._batch(now, m).part.backward())
             if splits:
@@ -240,16 +240,16 @@ class PipelineExecutor:
         if self._deferral is None:
             return
         key = (action.stage, action.microbatch)
-        with self._pass(engine, last=action is self._last_backward), torch.no_grad():
+        with self._pass(engine, key, last=action is self._last_backward), torch.no_grad():
             for make in now.weights.pop(key):
                 make()
         now.random.pop(key, None)
 
     @contextmanager
-    def _pass(self, engine: ShardingEngine, *, last: bool) -> Iterator[None]:
+    def _pass(self, engine: ShardingEngine, turn: tuple[int, int], *, last: bool) -> Iterator[None]:
         """Around a part of a backward."""
         engine.expect_gradients(last=last)
-        engine.start_backward()
+        engine.start_backward(turn)
         yield
         engine.finish_microbatch()
 

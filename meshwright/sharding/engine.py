@@ -40,7 +40,7 @@ from meshwright.layout.bucket import Piece, Unit
 from meshwright.layout.grouping import Division, group_by_module, group_by_size
 from meshwright.layout.policy import ShardingPolicy
 from meshwright.layout.tensor_layout import CutRegion, TensorLayout
-from meshwright.sharding.gatherer import GatheredUnit, Gatherer
+from meshwright.sharding.gatherer import GatheredUnit, Gatherer, Turn
 from meshwright.sharding.host import HostCopies
 from meshwright.sharding.memory import BucketMemory, Initialiser
 from meshwright.sharding.placement import (
@@ -258,16 +258,16 @@ class ShardingEngine:
         for memory in self._trained:
             memory.start_microbatch()
 
-    def start_forward(self) -> None:
-        """Before a forward, whenever its backward will be."""
+    def start_forward(self, turn: Turn | None = None) -> None:
+        """Before a forward, whenever its backward will be; `turn`: its stage and micro-batch in a pipeline."""
         if self._gatherer is not None:
-            self._gatherer.start_forward()
+            self._gatherer.start_forward(turn)
 
-    def start_backward(self) -> None:
-        """Between forward and backward."""
+    def start_backward(self, turn: Turn | None = None) -> None:
+        """Between forward and backward; `turn`: that of the forward."""
         self._in_backward = True
         if self._gatherer is not None:
-            self._gatherer.start_backward()
+            self._gatherer.start_backward(turn)
 
     def finish_microbatch(self) -> None:
         """After a backward: reduce what is incomplete, free what is gathered."""

@@ -15,8 +15,9 @@ checkpoint around a unit that is left to the checkpoint; other saved-tensor hook
 `torch.autograd.grad` in a loss is a backward inside the forward: it gathers weights and reduces nothing. Under
 create_graph it saves weights for its own backward, as copies: such a graph holds the weights of all units it uses.
 
-Where graphs of an earlier micro-batch run backward, how often a unit is still to be used is unknown: units are then
-freed early and reduced at the end.
+In a pipeline other forwards come between a forward and its backward: both are told which they are. Where graphs of an
+unnamed earlier forward run backward, how often a unit is still to be used is unknown: units are then freed early and
+reduced at the end.
 
 Limits: a unit's weights may only be used inside its module's forward (released weights have no memory), and every
 rank must run the same units in the same order (checked once a step).
@@ -24,6 +25,7 @@ rank must run the same units in the same order (checked once a step).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +43,8 @@ from meshwright.nested import tensors_in
 from meshwright.sharding.memory import BucketMemory, BufferPool
 
 Phase = Literal["idle", "forward", "backward", "evaluation"]
+# (stage, micro-batch)
+Turn = tuple[int, int]
 
 
 @dataclass(eq=False)
@@ -50,14 +54,12 @@ class GatheredUnit:
     Attributes:
         name: module name; empty for the root.
         memories: its buckets.
-        pending_backward: forward calls of this micro-batch whose backward has not started.
     """
 
     name: str
     memories: list[BucketMemory]
     state: Literal["released", "coming", "ready"] = "released"
     handles: list[Handle] = field(default_factory=list)
-    pending_backward: int = 0
     _saving: list[saved_tensors_hooks] = field(default_factory=list)
 
     def start_saving(self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> None:
@@ -69,6 +71,21 @@ class GatheredUnit:
         """Undo the newest `start_saving`, if any."""
         if self._saving:
             self._saving.pop().__exit__()
+
+
+@dataclass(eq=False)
+class _Forward:
+    """What a forward used.
+
+    Attributes:
+        stage: of the pipeline, whose forwards use the same units.
+        order: units by use.
+        pending: calls of each whose backward has not started.
+    """
+
+    stage: int = 0
+    order: list[GatheredUnit] = field(default_factory=list)
+    pending: Counter[GatheredUnit] = field(default_factory=Counter)
 
 
 class Gatherer:
@@ -99,14 +116,15 @@ class Gatherer:
         self._finish_unit = finish_unit
         self._root = units[0] if units and not units[0].name else None
         self._blocks = [unit for unit in units if unit.name]
-        self._expected = list(self._blocks)
-        self._order: list[GatheredUnit] = []
+        # By stage, the order of its newest forward; forwards of which the backward is to come.
+        self._expected: dict[int, list[GatheredUnit]] = {}
+        self._waiting: dict[Turn, _Forward] = {}
+        self._forward = _Forward()
         self._position = 0
         self._open: GatheredUnit | None = None
         # The newest unit that a gradient inside the forward needed.
         self._inner: GatheredUnit | None = None
-        # Forwards are numbered, so that a backward tells its own from older ones; units it reduces at its end.
-        self._num_forwards = 0
+        # Whether a backward meets another forward than its own; units it then reduces at its end.
         self._runs_old_graph = False
         self._owed: list[GatheredUnit] = []
         # Places in the graph, (node or leaf, output number), whose gradient already starts a unit's backward.
@@ -128,29 +146,44 @@ class Gatherer:
 
     # Phases of a micro-batch, called by the engine.
 
-    def start_forward(self, *, evaluation: bool = False) -> None:
-        """Gather the root and the first block; the root is ready on return."""
+    def start_forward(self, turn: Turn | None = None, *, evaluation: bool = False) -> None:
+        """Gather the root and the first block; the root is ready on return.
+
+        Args:
+            turn: where other forwards come before its backward.
+            evaluation: whether there is no backward.
+        """
+        self._note_order()
         self._phase = "evaluation" if evaluation else "forward"
-        self._num_forwards += 1
-        self._order = []
+        self._forward = _Forward() if turn is None else _Forward(turn[0])
+        if turn is not None:
+            self._waiting[turn] = self._forward
         self._hooked.clear()
         if self._root is not None:
             self._start_gather(self._root)
-        if self._expected:
-            self._start_gather(self._expected[0])
+        if self._predicted:
+            self._start_gather(self._predicted[0])
         if self._root is not None:
             self._wait(self._root)
 
-    def start_backward(self) -> None:
-        """Gather the last block ahead; without keep_last also the root again."""
+    def start_backward(self, turn: Turn | None = None) -> None:
+        """Gather the last block ahead; without keep_last also the root again.
+
+        Args:
+            turn: that of its forward.
+        """
+        self._note_order()
+        if turn is not None:
+            self._forward = self._waiting.pop(turn)
         self._finish_forward()
         self._phase = "backward"
         self._open = None
-        self._position = len(self._order)
+        order = self._forward.order
+        self._position = len(order)
         if self._root is not None:
             self._start_gather(self._root)
-        if self._order:
-            self._start_gather(self._order[-1])
+        if order:
+            self._start_gather(order[-1])
         if self._root is not None:
             self._wait(self._root)
 
@@ -160,11 +193,11 @@ class Gatherer:
         owed, self._owed, self._runs_old_graph = self._owed, [], False
         for unit in [*self._blocks, *([self._root] if self._root else [])]:
             # Its output took no part in the loss, or no hook saw its backward (reentrant checkpoints).
-            if unit.pending_backward or unit in owed or any(memory.unreduced for memory in unit.memories):
-                unit.pending_backward = 0
-                if unit is not self._root:
-                    self._finish_unit(unit)
+            seen = self._forward.pending[unit] or unit in owed
+            if unit is not self._root and (seen or any(memory.unreduced for memory in unit.memories)):
+                self._finish_unit(unit)
             self._release(unit)
+        self._forward.pending.clear()
         self._hooked.clear()
         self._phase = "idle"
 
@@ -180,12 +213,20 @@ class Gatherer:
     def _finish_forward(self) -> None:
         """Free blocks that were gathered ahead and not used, and the root unless it is the one kept."""
         self._inner = None
-        kept = (self._root or (self._order[-1] if self._order else None)) if self._keep_last else None
+        last = self._forward.order[-1] if self._forward.order else None
+        kept = (self._root or last) if self._keep_last else None
         for unit in [*self._blocks, *([self._root] if self._root else [])]:
             if unit is not kept:
                 self._release(unit)
-        if self._order:
-            self._expected = list(self._order)
+
+    def _note_order(self) -> None:
+        """A forward that is over predicts the next one of its stage."""
+        if self._phase == "forward" and self._forward.order:
+            self._expected[self._forward.stage] = list(self._forward.order)
+
+    @property
+    def _predicted(self) -> list[GatheredUnit]:
+        return self._expected.get(self._forward.stage, self._blocks)
 
     # While layers run again in backward, see `recompute/executor.py`.
 
@@ -234,10 +275,10 @@ class Gatherer:
             return
         if torch.is_grad_enabled() and not _is_checkpointed():
             unit.start_saving(partial(self._pack, unit), self._unpack)
-        self._order.append(unit)
-        self._position = len(self._order)
-        if self._position < len(self._expected):
-            self._start_gather(self._expected[self._position])
+        self._forward.order.append(unit)
+        self._position = len(self._forward.order)
+        if self._position < len(self._predicted):
+            self._start_gather(self._predicted[self._position])
 
     def _after_forward(self, unit: GatheredUnit, output: object) -> None:
         if self._phase == "backward":
@@ -250,8 +291,8 @@ class Gatherer:
                 f"zero2."
             )
         if tensors:
-            unit.pending_backward += 1
-            once = _Once(partial(self._before_backward, unit, self._num_forwards))
+            self._forward.pending[unit] += 1
+            once = _Once(partial(self._before_backward, unit, self._forward))
             for tensor in tensors:
                 tensor.register_hook(once)
         if not self._is_kept(unit):
@@ -269,22 +310,23 @@ class Gatherer:
 
     def _is_kept(self, unit: GatheredUnit) -> bool:
         """Without a root, the last block of the forward is the unit that stays."""
-        last = len(self._order) >= len(self._expected) and unit is self._order[-1]
+        order = self._forward.order
+        last = len(order) >= len(self._predicted) and unit is order[-1]
         return self._phase == "forward" and self._keep_last and self._root is None and last
 
-    def _before_backward(self, unit: GatheredUnit, forward: int) -> bool:
+    def _before_backward(self, unit: GatheredUnit, forward: _Forward) -> bool:
         """Whether this is the backward of the step, which comes once; else it is a gradient inside the forward."""
         if self._phase != "backward":
             self._open_inside_forward(unit)
             return False
-        self._runs_old_graph |= forward != self._num_forwards
+        self._runs_old_graph |= forward is not self._forward
         self._finish_open(unit)
         self._wait(unit)
-        unit.pending_backward -= forward == self._num_forwards
+        forward.pending[unit] -= 1
         self._open = unit
         self._position = self._position_before(unit)
         if self._position > 0:
-            self._start_gather(self._order[self._position - 1])
+            self._start_gather(self._forward.order[self._position - 1])
         return True
 
     def _open_inside_forward(self, unit: GatheredUnit) -> None:
@@ -295,13 +337,13 @@ class Gatherer:
 
     def _position_before(self, unit: GatheredUnit) -> int:
         for position in range(self._position - 1, -1, -1):
-            if self._order[position] is unit:
+            if self._forward.order[position] is unit:
                 return position
         return 0
 
     def _finish_open(self, following: GatheredUnit | None) -> None:
         unit = self._open
-        if unit is None or unit is following or unit.pending_backward:
+        if unit is None or unit is following or self._forward.pending[unit]:
             # A shared module has more backward to come: it stays gathered until the last one.
             return
         self._open = None
