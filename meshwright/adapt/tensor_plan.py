@@ -60,28 +60,27 @@ class SplitPlan:
 
     def call_row(self, row: str) -> None:
         """Collectives of the sum behind a row split."""
-        self.maker.call("all_reduce" if self.tokens is None else "reduce_scatter", within=row)
+        self.maker.call("all_reduce" if self.tokens is None else "reduce_scatter", row, within=row)
         if self.tokens is not None:
-            self.maker.call("all_gather")
+            self.maker.call("all_gather", row)
 
     def call_columns(self, column: str) -> None:
         """Collectives of the input of column splits, whose gradient is summed."""
         if self.tokens is None:
-            self.maker.call("all_reduce")
+            self.maker.call("all_reduce", column)
             return
         parent = column.rpartition(".")[0]
         # A hook before the module in which the pair stands alone is no part of its forward.
-        self.maker.call(
-            "all_gather", within=parent.rpartition(".")[0] if self.tokens_of(parent) == "whole" else column
-        )
-        self.maker.call("reduce_scatter")
+        before = parent.rpartition(".")[0] if self.tokens_of(parent) == "whole" else column
+        self.maker.call("all_gather", column, within=before)
+        self.maker.call("reduce_scatter", column)
 
     def cut_tokens(self, model: nn.Module, roles: Mapping[str, Role], *, head_ends: bool) -> None:
         """Between the pairs of `roles` ranks have a part of the tokens; see `plan_tokens`."""
         self.tokens = plan_tokens(model, self.group, self.maker.region, roles, head_ends=head_ends)
-        self.maker.call("all_gather")  # into the chain backward
+        self.maker.call("all_gather", self.tokens.first)  # into the chain backward
         if self.tokens.last is not None:
-            self.maker.call("all_gather")  # out of it forward
+            self.maker.call("all_gather", self.tokens.last)  # out of it forward
 
 
 def plan_attention(plan: SplitPlan, modules: dict[str, Any], parent: str, named: dict[Role, str]) -> None:
@@ -193,7 +192,7 @@ def plan_embedding(plan: SplitPlan, model: nn.Module, name: str) -> None:
         )
     sizes = plan.maker.sizes(module.num_embeddings, f"rows of {name.rpartition('.')[2]}")
     plan.maker.cut(first_name(model, f"{name}.weight"), 0, sizes)
-    plan.maker.call("all_reduce", within=name)
+    plan.maker.call("all_reduce", name, within=name)
     first = sum(sizes[: plan.group.index])
     plan.forwards[name] = partial(tensor_calls.embedding, module, plan.group, first, f"embedding {name}")
 
@@ -205,10 +204,10 @@ def plan_gathered(plan: SplitPlan, model: nn.Module, name: str) -> None:
     for part in _parts(module):
         plan.maker.cut(first_name(model, f"{name}.{part}"), 0, sizes)
     ends = plan.tokens is not None and plan.tokens.last is None
-    plan.maker.call("all_gather", within=name.rpartition(".")[0])  # of its outputs, where they are used
+    plan.maker.call("all_gather", name, within=name.rpartition(".")[0])  # of its outputs, where they are used
     if ends:
-        plan.maker.call("all_gather", within=name)
-    plan.maker.call("reduce_scatter" if ends else "all_reduce")
+        plan.maker.call("all_gather", name, within=name)
+    plan.maker.call("reduce_scatter" if ends else "all_reduce", name)
     tokens = plan.tokens.cut if plan.tokens is not None and ends else None
     plan.forwards[name] = partial(tensor_calls.gathered, module, plan.group, sizes, tokens, f"head {name}")
 
@@ -218,8 +217,8 @@ def plan_summed(plan: SplitPlan, model: nn.Module, name: str) -> None:
     module = cast(nn.Linear, model.get_submodule(name))
     sizes = plan.maker.sizes(module.in_features, f"inputs of {name.rpartition('.')[2]}")
     plan.maker.cut(first_name(model, f"{name}.weight"), 1, sizes)
-    plan.maker.call("all_reduce", within=name)
-    plan.maker.call("all_gather")
+    plan.maker.call("all_reduce", name, within=name)
+    plan.maker.call("all_gather", name)
     plan.forwards[name] = partial(tensor_calls.summed, module, plan.group, sizes, f"row {name}")
 
 

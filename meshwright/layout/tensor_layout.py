@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -165,7 +165,7 @@ class TensorLayout:
         parts: module name to the number of parts of its cut output, each cut in the same chunks, where it has several.
         repeated: module name to the key/value head of each head of its output, where these are repeated.
         inside: chunks that a dim of a tensor between a column and a row split may have.
-        calls: collectives of one micro-step over the group, forward and backward.
+        collectives: (module, collective) of one micro-step over the group, forward and backward.
         forwards: (module, collective) for each of these that a module's forward makes.
         partial: parameters of which each rank has the gradient of its tokens alone (sequence parallelism).
         warnings: texts with W201 about uneven chunks, W203 about what is on every rank.
@@ -179,11 +179,20 @@ class TensorLayout:
     parts: Mapping[str, int] = field(default_factory=dict)
     repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
     inside: tuple[tuple[int, ...], ...] = ()
-    calls: Mapping[str, int] = field(default_factory=dict)
+    collectives: tuple[tuple[str, str], ...] = ()
     forwards: tuple[tuple[str, str], ...] = ()
     partial: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
     region: CutRegion = field(default_factory=CutRegion, compare=False)
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Collectives of one micro-step over the group, forward and backward."""
+        return self.calls_of(lambda _module: True)
+
+    def calls_of(self, runs: Callable[[str], bool]) -> Counter[str]:
+        """The same of those modules that `runs` is true of."""
+        return Counter(op for module, op in self.collectives if runs(module))
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one of its group that counts parameter `name` in sums over all of them."""
@@ -291,7 +300,7 @@ class LayoutMaker:
         self._parts: dict[str, int] = {}
         self._inside: dict[tuple[int, ...], None] = {}
         self._repeated: dict[str, RepeatedHeads] = {}
-        self._calls: Counter[str] = Counter()
+        self._collectives: list[tuple[str, str]] = []
         self._forwards: list[tuple[str, str]] = []
         self._partial: frozenset[str] = frozenset()
         self._summed_in_use: set[str] = set()
@@ -316,18 +325,19 @@ class LayoutMaker:
     def repeats(self, module: str, heads: RepeatedHeads, num_tensors: int) -> None:
         """A module is whole on every rank, which uses a part; gradients of its tensors are summed over the group."""
         self._repeated[module] = heads
-        self._calls["all_reduce"] += num_tensors
+        for _ in range(num_tensors):
+            self.call("all_reduce", module)
 
-    def call(self, op: str, within: str = "") -> None:
-        """One collective a micro-step; `within`: the module whose forward makes it."""
-        self._calls[op] += 1
+    def call(self, op: str, of: str, *, within: str = "") -> None:
+        """One collective a micro-step, of module `of`; `within`: the module whose forward makes it."""
+        self._collectives.append((of, op))
         if within:
             self._forwards.append((within, op))
 
     def sums_in_use(self, parameter: str) -> None:
         """The gradient of a whole parameter is summed over the group each time that it is used."""
         self._summed_in_use.add(parameter)
-        self.call("all_reduce")
+        self.call("all_reduce", parameter.rpartition(".")[0])
 
     def is_partial(self, parameters: Iterable[str]) -> None:
         """Each rank has the gradient of its tokens alone; they are summed once a step."""
@@ -370,7 +380,7 @@ class LayoutMaker:
             parts=MappingProxyType(self._parts),
             inside=tuple(sorted(self._inside)),
             repeated=MappingProxyType(self._repeated),
-            calls=MappingProxyType(dict(self._calls)),
+            collectives=tuple(sorted(self._collectives)),
             forwards=tuple(sorted(self._forwards)),
             partial=self._partial,
             warnings=tuple(self._warnings),
