@@ -8,7 +8,7 @@ while another backward of the unit is to come, reduced once. Knows no tensors an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -50,6 +50,56 @@ def calls_of_uses(
     return [gathering.micro_batch(use) for use in uses]
 
 
+@dataclass(frozen=True)
+class StagePass:
+    """A forward or a backward of one stage of a pipeline on a rank.
+
+    Attributes:
+        stage: number of the stage.
+        is_forward: which of both.
+        uses: what the micro-batch uses, of the whole model.
+        modules: those that the stage calls as wholes, in order.
+        again: of these, what runs again when their backwards begin.
+    """
+
+    stage: int
+    is_forward: bool
+    uses: UnitUses
+    modules: tuple[str, ...]
+    again: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def calls_of_passes(
+    policy: ShardingPolicy, units: Sequence[Unit], passes: Iterable[StagePass]
+) -> Counter[str]:
+    """Logical collectives of zero3 in a step on a rank of a pipeline, whose stages take turns.
+
+    Simplification: a module that several stages call has all of its backwards on each of them.
+    """
+    assert policy.shards_parameters, f"{policy.name} does not gather by use"
+    if not units or units[0].buckets[0].num_shards == 1:
+        return Counter()
+    gathering = _Gathering(policy, {unit.name: unit for unit in units}, {})
+    for one in passes:
+        gathering.turn(one)
+    return +gathering.calls
+
+
+def reruns_in(again: Mapping[str, Sequence[str]], modules: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Of `again`, see `calls_of_uses`, what holds for a stage that has `modules` alone.
+
+    A part of a chain that other stages have the rest of runs again as one, when its last layer's backward begins.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    broken: set[str] = set()
+    for name, ran in sorted(again.items(), key=lambda item: -len(item[1])):
+        here = tuple(module for module in ran if module in modules)
+        if here and here[-1] not in broken:
+            found[name if here == tuple(ran) else here[-1]] = here
+            broken |= set() if here == tuple(ran) else set(here)
+    return found
+
+
 @dataclass
 class _Gathering:
     """Which units are gathered, and what was predicted."""
@@ -61,37 +111,57 @@ class _Gathering:
     held: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.expected = [name for name in self.units if name]
+        self.blocks = [name for name in self.units if name]
+        self.expected: dict[int, list[str]] = {}
 
     def micro_batch(self, uses: UnitUses) -> Counter[str]:
         """Follow one micro-batch; returns its calls."""
         self.calls = Counter()
         order = [name for name, _ in uses.forwards if name in self.units]
-        pending = Counter(name for name, counts in uses.forwards if counts)
         self._forward(order)
-        self._backward(order, pending, [use for use in uses.backwards if use[0] in self.units])
+        self._backward(order, uses)
+        return +self.calls
+
+    def turn(self, one: StagePass) -> None:
+        """Follow one pass of a stage."""
+        order = [name for name in one.modules if name in self.units]
+        self.again = one.again
+        if one.is_forward:
+            self._forward(order, one.stage)
+            return
+        here = {*order, ""}
+        trained = {p.name for n in here & {*self.units} for b in self.units[n].buckets for p in b.parameters}
+        uses = UnitUses(
+            tuple(use for use in one.uses.forwards if use[0] in here),
+            tuple(use for use in one.uses.backwards if use[0] in here),
+            one.uses.trained & trained,
+        )
+        self._backward(order, uses)
+
+    def _forward(self, order: list[str], stage: int = 0) -> None:
+        expected = self.expected.get(stage, self.blocks)
+        self._gather("")
+        self._gather_ahead(expected, 0)
+        for position, name in enumerate(order, start=1):
+            self._gather(name)
+            self._gather_ahead(expected, position)
+            if "" in self.units or not self.policy.keep_last or position < len(expected):
+                self.held.discard(name)
+        self.expected[stage] = order or expected
+
+    def _backward(self, order: list[str], uses: UnitUses) -> None:
+        last = "" if "" in self.units else order[-1] if order else None
+        self.held &= {last if self.policy.keep_last else None}
+        pending = Counter(name for name, counts in uses.forwards if counts)
+        self._follow(order, pending, [use for use in uses.backwards if use[0] in self.units])
         for name, unit in self.units.items():
             # The root is always reduced; a block where its backward was seen, or left something to reduce.
             if unit.is_root or pending[name] or self._is_trained(unit, uses.trained):
                 trained = [bucket for bucket in unit.buckets if bucket.trainable]
                 self.calls[shard_calls(self.policy)[0]] += num_calls(self.policy, trained)
         self.held.clear()
-        return +self.calls
 
-    def _forward(self, order: list[str]) -> None:
-        self._gather("")
-        self._gather_ahead(self.expected, 0)
-        has_root, keeps = "" in self.units, self.policy.keep_last
-        for position, name in enumerate(order, start=1):
-            self._gather(name)
-            self._gather_ahead(self.expected, position)
-            if has_root or not keeps or position < len(self.expected):
-                self.held.discard(name)
-        kept = ("" if has_root else order[-1] if order else None) if keeps else None
-        self.held &= {kept}
-        self.expected = order or self.expected
-
-    def _backward(self, order: list[str], pending: Counter[str], starts: list[tuple[str, bool]]) -> None:
+    def _follow(self, order: list[str], pending: Counter[str], starts: list[tuple[str, bool]]) -> None:
         left, open_unit, position = Counter(pending), "", len(order)
         self._gather("")
         self._gather_ahead(order, position - 1)

@@ -27,6 +27,7 @@ from meshwright.comm import ops
 from meshwright.comm.ops import Handle, PipelineGroups
 from meshwright.pipeline.evaluation import Evaluation
 from meshwright.pipeline.micro_batch import MicroBatch, Reader
+from meshwright.pipeline.passes import Pass
 from meshwright.pipeline.redistribute import Parts
 from meshwright.pipeline.stage import Holder, StageRun
 from meshwright.pipeline.ties import SharedParameters
@@ -119,6 +120,7 @@ class PipelineExecutor:
         self.scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
         self.inner_scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
         self._declared: Counter[tuple[str, str]] = Counter()
+        self._passes: tuple[Pass, ...] = ()
         self.watch: Watch | None = None
         self.clock: Clock | None = None
         replicas, placement = engine.groups.all, schedule.placement[0]
@@ -133,6 +135,16 @@ class PipelineExecutor:
     def num_backwards(self) -> int:
         """Backwards of a step on this rank, one for each of its stages and micro-batches there."""
         return sum(a.op in ("B", "I") for a in self._program)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients wait for their own pass."""
+        return self._deferral is not None
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """What ran in the newest step."""
+        return self._passes
 
     @property
     def num_messages(self) -> dict[tuple[str, str], int]:
@@ -175,7 +187,14 @@ class PipelineExecutor:
                 _wait(handles)
         self._shared.sum()
         self._declared = self._declare(now)
+        self._passes = tuple(self._pass_of(now, a) for a in self._program if a.op in ("F", "B", "I"))
         return tally
+
+    def _pass_of(self, now: _Step, action: Action) -> Pass:
+        batch = self._batch(now, action.microbatch)
+        calls = [batch.tape.calls[position].module for position in batch.stages[action.stage].calls]
+        modules = tuple(module for module in calls if module)
+        return Pass(action.stage, action.microbatch, action.op == "F", modules)
 
     def _declare(self, now: _Step) -> Counter[tuple[str, str]]:
         found = Counter(self._shared.num_messages)

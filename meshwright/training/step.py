@@ -299,10 +299,11 @@ def _agree_on_model(
     numbers = [loss_sum, loss_sum * loss_sum, count, *squares]
     if not engine.groups.speaks:
         numbers = [0.0] * len(numbers)
-    numbers += [digest, digest * digest, num_stops]
+    numbers += [digest, digest * digest, num_stops, *_tensor_digests(engine.groups)]
     payload = torch.tensor(numbers, dtype=torch.float64, device=engine.device)
     ops.all_reduce(payload, group, cause="step reduction of the model").wait()
-    total, total_square, count, *squares, first, second, num_stops = payload.tolist()
+    total, total_square, count, *rest = payload.tolist()
+    squares, (first, second, num_stops, *of_places) = rest[: len(squares)], rest[len(squares) :]
     alike = engine.groups.num_alike
     if alike * total_square - total * total > (_SAME_LOSS * total) ** 2:
         raise WorkerError(
@@ -312,7 +313,25 @@ def _agree_on_model(
             f"weights that each of them holds must be the same. Check that data and loss do not depend on the rank.",
         )
     _check_equal(group, group.size, int(first), int(second))
+    if of_places and engine.groups.tensor is not None:
+        tensor = engine.groups.tensor
+        for first, second in zip(of_places[::2], of_places[1::2], strict=True):
+            _check_equal(tensor, tensor.size, int(first), int(second))
     return (total / alike, count / alike), squares, num_stops
+
+
+def _tensor_digests(groups: DataGroups) -> list[float]:
+    """What this rank has issued over tp, and its square, at its place of the pipeline among zeros for the others.
+
+    Without a pipeline what is compared over the ranks of a copy says it already.
+    """
+    if groups.pipeline is None or groups.tensor is None:
+        return []
+    digest = groups.tensor.log.digest(groups.tensor.axis)
+    numbers = [0.0] * (2 * groups.pipeline.all.size)
+    place = 2 * groups.pipeline.index
+    numbers[place : place + 2] = [float(digest), float(digest * digest)]
+    return numbers
 
 
 def _digests(groups: DataGroups) -> list[int]:

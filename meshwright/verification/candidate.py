@@ -8,7 +8,7 @@ is gathered. Must not judge. Runs on CPU processes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,7 @@ from meshwright.comm.ops import DataGroups, alone
 from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
-from meshwright.layout.accounting import copies_calls, declared_calls
 from meshwright.layout.tensor_layout import TensorLayout, TokenRange
-from meshwright.layout.uses import calls_of_uses
 from meshwright.pipeline.executor import PipelineExecutor
 from meshwright.pipeline.part import Part
 from meshwright.recompute.install import reruns_of_model
@@ -49,8 +47,9 @@ from meshwright.training.step import StepResult, first_count, no_samples, train_
 from meshwright.training.task import Task
 from meshwright.training.tree import cast_batch
 from meshwright.verification.contributions import Contributions
+from meshwright.verification.declared import call_name, declared_steps
 from meshwright.verification.handover import load_rank, save_rank
-from meshwright.verification.job import Handover, RankReport, Reference, Samples, Uses, VerifyJob
+from meshwright.verification.job import Handover, RankReport, Reference, Samples, VerifyJob
 from meshwright.verification.observe import ModuleObserver
 from meshwright.verification.rank import CandidateRank
 from meshwright.verification.sources import GradientSamples
@@ -260,7 +259,13 @@ class _Candidate:
             digests=self._digests,
             copy_digests=self._copy_digests,
             issued=tuple(self._issued),
-            declared=self._declared(),
+            declared=declared_steps(
+                self._rank,
+                self._groups,
+                self._reference.uses,
+                self._attention_calls,
+                num_microbatches=self._job.plan.num_microbatches,
+            ),
             broken_ties=self._broken_ties,
             peak_memory_bytes=peak_memory(),
             gradient_samples=self._gradient_samples,
@@ -301,8 +306,7 @@ class _Candidate:
         )
         if self._rank.context is not None:
             self._attention_calls.append(Counter(self._rank.context.declared))
-        issued = {_call_name(op, axis): count for (op, axis), count in log.calls.items()}
-        self._issued.append({name: count for name, count in issued.items() if self._is_declared(name)})
+        self._issued.append({call_name(op, axis): count for (op, axis), count in log.calls.items()})
         for check, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
             scalar = torch.tensor(value, dtype=torch.float64)
             self._comparer.compare((check, step, -1, check), scalar)
@@ -522,108 +526,8 @@ class _Candidate:
             if engine.policy.shards_optimizer:
                 self._digest_part(("parameters", step, -1, shard.name), shard, shard.parameter)
 
-    def _declared(self) -> tuple[dict[str, int], ...]:
-        """Collectives of each step: the policy's formula, batch statistics, and the one small reduction."""
-        engine, per_step = self._rank.engine, self._job.plan.num_microbatches
-        uses, by_use = self._reference.uses, engine.policy.shards_parameters
-        again = self._rank.again
-        in_order = [use.units for use in uses]
-        units = calls_of_uses(engine.policy, engine.units, in_order, again=again) if by_use else []
-        copies = engine.groups.replicate
-        between = copies_calls(engine.units, num_copies=copies.size if engine.policy.shards_optimizer else 1)
-        declared = []
-        num_passes = per_step if self._executor is None else self._executor.num_backwards
-        for first in range(0, len(uses), per_step):
-            part = slice(first, first + per_step)
-            if by_use:
-                calls = sum(units[part], Counter[str]())
-            else:
-                calls = declared_calls(engine.policy, engine.units, num_microbatches=num_passes)
-            named = Counter({_call_name(op, engine.owners.axis): count for op, count in calls.items()})
-            for op, count in between.items():
-                named[_call_name(op, copies.axis)] += count
-            workers = self._groups.workers
-            if self._group.size > 1:
-                named["all_reduce"] += 1
-            if workers.size > 1:
-                name = _call_name("all_reduce", workers.axis)
-                named[name] += sum(_num_statistics(use, again, self._has) for use in uses[part])
-            if self._executor is not None and self._groups.model is not None:
-                named[_call_name("all_reduce", self._groups.model.axis)] += 1
-                for (op, axis), count in self._executor.num_messages.items():
-                    named[_call_name(op, axis)] += count
-            if self._model.size > 1:
-                reruns = [name for names in again.values() for name in names]
-                tensor_calls = Counter(self._layout.calls) + self._layout.calls_again(reruns)
-                for op, count in tensor_calls.items():
-                    named[_call_name(op, self._model.axis)] += count * per_step
-                named[_call_name("all_to_all", self._model.axis)] += self._num_exchanges()
-                buckets = [bucket for unit in engine.units for bucket in unit.buckets if bucket.trainable]
-                num_partial = sum(bucket.parameters[0].is_partial for bucket in buckets)
-                named[_call_name("all_reduce", self._model.axis)] += 1 + num_partial
-            for op, count in self._attention_of(first // per_step).items():
-                named[_call_name(op, self._context.axis)] += count
-            named = Counter({n: count for n, count in named.items() if count and self._is_declared(n)})
-            declared.append(dict(named))
-        return tuple(declared)
-
-    def _is_declared(self, name: str) -> bool:
-        """Whether a formula says how often a step calls it.
-
-        None does of stages for gathers, which depend on what still is gathered, nor for calls over tp.
-        """
-        if self._executor is None:
-            return True
-        sharded = self._rank.engine.policy.shards_parameters
-        axes = (
-            {"dp", self._rank.engine.owners.axis, self._rank.engine.groups.replicate.axis}
-            if sharded
-            else set()
-        )
-        _op, _, axis = name.partition(" over ")
-        return (axis or "dp") not in axes | {"tp", "cp"}
-
-    def _has(self, module: str) -> bool:
-        """Whether a module is on this rank."""
-        found = self._rank.engine.model.get_submodule(module)
-        return self._executor is None or next(found.parameters(), None) is not None
-
-    def _num_exchanges(self) -> int:
-        """All-to-alls of whole matrices in an update: two a round, rounds of what is updated together."""
-        engine, cut = self._rank.engine, cut_matrices(self._rank.engine)
-        if cut is None or self._rank.state.optimizer.name != "muon":
-            return 0
-        parts = engine.parts_of_update()
-        counts = [sum(shard.parameter in cut.cuts for shard in part) for part in parts]
-        return sum(2 * cut.num_rounds(count) for count in counts)
-
-    def _attention_of(self, step: int) -> Counter[str]:
-        """Operations of attention over cut sequences in a step."""
-        return self._attention_calls[step] if step < len(self._attention_calls) else Counter()
-
     def _is_tied(self, names: tuple[str, ...]) -> bool:
         """Whether these names are still one tensor: one Parameter in one memory."""
         named = dict(self._rank.engine.model.named_parameters(remove_duplicate=False))
         held = [named.get(name) for name in names]  # all None on a rank without a stage that uses them
         return all(parameter is held[0] for parameter in held)
-
-
-def _num_statistics(
-    uses: Uses, again: Mapping[str, Sequence[str]], has: Callable[[str], bool] = lambda _: True
-) -> int:
-    """Sums of batch statistics of a micro-step, also of modules that run again, of those that a rank has."""
-    reruns = [name for names in again.values() for name in names]
-    repeated = sum(
-        count * sum(layer == name or layer.startswith(f"{name}.") for name in reruns)
-        for layer, count in uses.forward_statistics
-        if has(layer)
-    )
-    here = sum(count for layer, count in uses.forward_statistics if has(layer))
-    everywhere = sum(count for _, count in uses.forward_statistics)
-    # As many in backward as in forward, wherever a layer is.
-    return uses.num_statistics * here // max(1, everywhere) + repeated
-
-
-def _call_name(op: str, axis: str) -> str:
-    """An operation for people: of a part of the data-parallel ranks with its axis."""
-    return op if axis == "dp" else f"{op} over {axis}"

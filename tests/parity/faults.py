@@ -25,6 +25,7 @@ import torch
 from meshwright.launching.verify import job_of
 from meshwright.layout.plan import TransportName
 from meshwright.layout.policy import POLICY_NAMES, find_policy
+from meshwright.layout.recompute import parse_recompute
 from meshwright.layout.sequence import CpKind
 from meshwright.mesh import MeshSpec
 from meshwright.models import GPT, GPTConfig, Llama, LlamaConfig, language_model_loss
@@ -36,6 +37,7 @@ from meshwright.verification.candidate import CandidateRank
 from meshwright.verification.job import Functions
 from meshwright.verification.result import VerifyResult, Wrong
 from tests.parity.verifying import Prepared, Verifier
+from tests.pipeline.models import EncoderDecoder, Pairs, pair_loss
 from tests.verification.models import Net, Noisy, Peculiar, Rows, loss_of_labels, two_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,8 +85,8 @@ def make_mistral() -> torch.nn.Module:
     )
 
 
-def make_gpt(dropout: float) -> GPT:
-    sizes = {"num_layers": 2, "dim": 24, "num_heads": 3, "ffn_dim": 53}
+def make_gpt(dropout: float, num_layers: int = 2) -> GPT:
+    sizes = {"num_layers": num_layers, "dim": 24, "num_heads": 3, "ffn_dim": 53}
     return GPT(GPTConfig(vocab_size=31, max_seq_len=7, dropout=dropout, **sizes))
 
 
@@ -128,6 +130,14 @@ SUBJECTS = {
     "grouped heads": Subject(
         Functions(make_grouped, language_model_loss, Tokens()), frozenset({*_LANGUAGE} - {"ties"})
     ),
+    "deep gpt": Subject(
+        Functions(partial(make_gpt, 0.0, 4), language_model_loss, Tokens()),
+        frozenset({*_LANGUAGE, "no dropout", "shared weights"}),
+    ),
+    "skips": Subject(
+        Functions(partial(EncoderDecoder, 31), pair_loss, Pairs(31, 7)),
+        frozenset({*_LABELS, "dropout", "shared weights", "skip connections"}),
+    ),
     "branches": Subject(
         Functions(partial(Peculiar, branch_above=1.5), two_losses, Rows(SAMPLES)),
         frozenset({"2 samples", "rare parameters", "no dropout"}),
@@ -148,18 +158,25 @@ class Case:
     cp: int = 1
     kind: CpKind = "ring"
     cuts_tokens: bool = False
+    pp: int = 1
+    schedule: str = "serial"
+    recompute: str = "none"
 
     def __str__(self) -> str:
         cut = f" tp {self.tp}" if self.tp > 1 else ""
         cut += " with sequence parallel" if self.cuts_tokens else ""
         cut += f" cp {self.cp} {self.kind}" if self.cp > 1 else ""
+        cut += f" pp {self.pp} {self.schedule}" if self.pp > 1 else ""
+        cut += f" recompute {self.recompute}" if self.recompute != "none" else ""
         return f"{self.subject}, {self.policy}x{self.ranks}{cut}, {self.micro_steps} micro-steps, {self.optimizer}"
 
     @property
     def offers(self) -> frozenset[str]:
-        """The needs of faults that it meets; with a server, tp or cp those of them only."""
+        """The needs of faults that it meets; with a server, stages, tp or cp those of them only."""
         if self.policy == "parameter_server":
             return frozenset({"servers"})
+        if self.pp > 1:
+            return self._offers_of_stages()
         if self.tp > 1:
             return self._offers_of_cut_layers()
         if self.cp > 1:
@@ -181,6 +198,21 @@ class Case:
             "clipping": True,
         }
         return SUBJECTS[self.subject].has | {need for need, met in by_plan.items() if met}
+
+    def _offers_of_stages(self) -> frozenset[str]:
+        """With stages those of them only."""
+        splits = self.schedule in ("zb-h1", "zb-v") and self.policy in ("ddp", "zero1")
+        by_plan = {
+            "cut sequences": self.cp > 1,
+            "several stages": self.schedule in CHUNKED,
+            "split backward": splits,
+            "layers that run again": self.recompute != "none",
+        }
+        kept = {"dropout", "shared weights", "skip connections", "documents", "unequal labels"}
+        kept &= SUBJECTS[self.subject].has
+        if self.pp == 2 and self.schedule not in CHUNKED:
+            kept -= {"skip connections"}  # no stage between two others
+        return frozenset({"stages", *kept, *(need for need, met in by_plan.items() if met)})
 
     def _offers_of_cut_layers(self) -> frozenset[str]:
         """With cut layers those of them only."""
@@ -204,8 +236,10 @@ class Case:
         return frozenset({"2 ranks", "cut sequences", *kept, *(need for need, met in by_kind.items() if met)})
 
 
+# Schedules with two stages a rank.
+CHUNKED = ("interleaved", "zb-v")
 # Without those that only cut sequences or layers need.
-UNCUT = tuple(subject for subject in SUBJECTS if subject not in ("packed window", "grouped heads"))
+UNCUT = tuple(s for s in SUBJECTS if s not in ("packed window", "grouped heads", "deep gpt", "skips"))
 KINDS: tuple[CpKind, ...] = ("ring", "ulysses", "allgather")
 CASES = (
     tuple(
@@ -248,13 +282,29 @@ CASES = (
         for ranks, cp in ((2, 2), (3, 3), (4, 2))
         for kind in KINDS
     )
+    + tuple(
+        Case(subject, policy, ranks, 5, "adamw", pp=pp, schedule=schedule)
+        for subject in ("deep gpt", "skips")
+        for policy in ("ddp", "zero1", "zero2", "zero3")
+        for ranks, pp in ((1, 2), (2, 2), (1, 3))
+        for schedule in ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
+        if pp == 2 or schedule not in CHUNKED
+    )
+    + tuple(
+        Case(
+            "packed window", policy, 2, 5, "adamw", cp=2, kind=kind, pp=2, schedule=schedule, recompute="full"
+        )
+        for policy in ("ddp", "zero3")
+        for kind in KINDS
+        for schedule in ("1f1b", "gpipe")
+    )
 )
 
 
 def cases_of(fault: SilentFault) -> list[Case]:
     """All cases that have what the fault breaks, in an order drawn from its name."""
     cases = [case for case in CASES if case.offers.issuperset(fault.needs)]
-    for own in ("servers", "tensor parallelism", "cut tokens", "cut sequences"):
+    for own in ("servers", "tensor parallelism", "cut tokens", "cut sequences", "stages"):
         cases = [case for case in cases if (own in case.offers) == (own in fault.needs)]
     random.Random(fault.name).shuffle(cases)
     return cases
@@ -323,7 +373,10 @@ class Runner:
         workers = (case.ranks - servers) // case.cp
         return replace(
             prepared.job.plan,
-            mesh=MeshSpec.of(dp_shard=workers, cp=case.cp, tp=case.tp),
+            mesh=MeshSpec.of(pp=case.pp, dp_shard=workers, cp=case.cp, tp=case.tp),
+            schedule=case.schedule,
+            chunks=2 if case.schedule in CHUNKED else 1,
+            recompute=parse_recompute(case.recompute),
             cp_kind=case.kind,
             sequence_parallel=case.cuts_tokens,
             policy=find_policy(case.policy, bucket_bytes=BUCKET_BYTES),

@@ -15,6 +15,7 @@ from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.models.hf_loss import causal_lm_loss
 from meshwright.schedule.catalogue import SCHEDULE_NAMES
 from meshwright.testing.ranks import RankError
+from meshwright.verification.candidate import CandidateRank
 from meshwright.verification.job import Functions
 from tests.parity.cover import as_cases, pairwise
 from tests.parity.verifying import Verifier
@@ -145,6 +146,21 @@ def test_running_statistics_of_a_stage_on_two_ranks_are_refused(verifier):
         verifier.run(verifier.prepare(job), timeout=100)
     assert 'E265 plan.schedule = "dualpipe" runs each stage on two ranks' in str(caught.value)
     assert "'first.norm' of UNet has running statistics" in str(caught.value)
+
+
+def _one_more_over_tp(candidate: CandidateRank) -> None:
+    if candidate.rank == 2:
+        log = candidate.engine.group.log
+        log.must_agree("tp", "what the other rank does not do")
+
+
+def test_ranks_of_a_stage_agree_on_what_they_issue_over_tp(verifier):
+    """Stages differ by right, the ranks of one do not."""
+    build, loss, data = SUBJECTS["gpt"]
+    options = {"steps": 1, "global_batch": 4}
+    job = job_of(Functions(build, loss, data), plan="pp=2,tp=2,micro_batch=2", processes=4, options=options)
+    with pytest.raises(RankError, match=r"E404 ranks of tp issued different collectives"):
+        verifier.run(verifier.prepare(job), _one_more_over_tp, timeout=100)
 
 
 @pytest.mark.parity

@@ -163,6 +163,13 @@ def test_a_fault_of_tensor_parallelism_is_caught_and_named(runner):
     assert trial.is_right, trial.describe()
 
 
+def test_a_fault_of_a_pipeline_is_caught_and_named(runner):
+    # pitfall: stages' gradients of a tied weight that are never summed.
+    case = Case("deep gpt", "zero1", 1, 5, "adamw", pp=2, schedule="1f1b")
+    trial = runner.trial("tie_not_summed_over_stages", case, seed=1)
+    assert trial.is_right, trial.describe()
+
+
 def test_a_fault_of_sequence_parallelism_is_caught_and_named(runner):
     case = Case("gpt without dropout", "zero1", 1, 1, "adamw", tp=2, cuts_tokens=True)
     # pitfall: gradients of norms that nobody sums over the ranks of the sequence.

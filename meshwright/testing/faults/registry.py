@@ -16,6 +16,7 @@ from meshwright.testing.faults import (
     samples,
     sequences,
     servers,
+    stages,
     tensor,
     tokens,
     updates,
@@ -36,6 +37,7 @@ _ALL = (
     *vocabulary.FAULTS,
     *tokens.FAULTS,
     *sequences.FAULTS,
+    *stages.FAULTS,
 )
 SILENT: Mapping[str, SilentFault] = MappingProxyType({fault.name: fault for fault in _ALL})
 

@@ -179,6 +179,20 @@ NEEDS: Mapping[str, Need] = MappingProxyType(
         "our batches": Need("a batch of tokens and labels"),
         "windows": Need("a sliding window"),
         "documents": Need("packed documents"),
+        "stages": Need("plan.pp > 1", lambda c: c.executor is not None),
+        "shared weights": Need("a weight that several stages use"),
+        "skip connections": Need("values that go past a stage"),
+        "several stages": Need(
+            "two stages a rank",
+            lambda c: (
+                c.executor is not None and c.executor.schedule.num_stages > c.executor.schedule.num_ranks
+            ),
+        ),
+        "split backward": Need(
+            "a schedule that splits backward, under ddp or zero1",
+            lambda c: c.executor is not None and c.executor.splits_backward,
+        ),
+        "layers that run again": Need("plan.recompute", lambda c: bool(c.again)),
         "rare parameters": Need("parameters that only some ranks' samples use"),
     }
 )
