@@ -75,13 +75,16 @@ def plan_pipeline(
         raise no_attention(cp)
     name = type(model).__name__
     warnings: tuple[str, ...] = ()
+    schedule = schedule_of(plan, plan.num_microbatches)
     if plan.stages:
         cut = named_cut(tape, plan.stages, model=name)
     else:
-        cut, costs = balanced_cut(tape, plan.num_stages, model=name)
-        text = uneven_warning(costs, name)
+        num_ranks = (
+            [len(plan.stage_ranks[place]) for place in schedule.placement[0]] if plan.stage_ranks else []
+        )
+        cut, costs = balanced_cut(tape, plan.num_stages, model=name, num_ranks=num_ranks)
+        text = uneven_warning(costs, name, num_ranks=num_ranks)
         warnings = () if text is None else (text,)
-    schedule = schedule_of(plan, plan.num_microbatches)
     stages = make_stages(tape, cut)
     by_stage = holders_of(tape, stages, model)
     at = [tuple(sorted({ranks[s] for ranks in schedule.placement})) for s in range(schedule.num_stages)]

@@ -14,6 +14,7 @@ import bisect
 import difflib
 import json
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,10 +76,12 @@ def cut_points(tape: Tape) -> list[int]:
     ]
 
 
-def balanced_cut(tape: Tape, num_stages: int, *, model: str) -> tuple[Cut, list[float]]:
-    """The cut whose costliest stage costs least, and what each stage costs.
+def balanced_cut(
+    tape: Tape, num_stages: int, *, model: str, num_ranks: Sequence[int] = ()
+) -> tuple[Cut, list[float]]:
+    """The cut whose costliest stage costs its ranks least, and what each stage costs each of them.
 
-    Of equal ones that with the fewest values that cross.
+    Of equal ones that with the fewest values that cross. `num_ranks`: of each stage; empty: all have as many.
 
     Raises:
         PlanError: E202 for more stages than there are parts.
@@ -93,6 +96,7 @@ def balanced_cut(tape: Tape, num_stages: int, *, model: str) -> tuple[Cut, list[
         costs.append(costs[-1] + call.cost + 1e-6)
     bounds = [0, *points, len(tape.calls)]
     crossing = [_num_crossing(tape, p) for p in bounds]
+    shares = num_ranks or (1,) * num_stages
     best: list[dict[int, tuple[float, int, tuple[int, ...]]]] = [{0: (0.0, 0, ())}]
     for stage in range(1, num_stages + 1):
         row: dict[int, tuple[float, int, tuple[int, ...]]] = {}
@@ -101,7 +105,7 @@ def balanced_cut(tape: Tape, num_stages: int, *, model: str) -> tuple[Cut, list[
         for end in ends:
             options = [
                 (
-                    max(worst, costs[bounds[end]] - costs[bounds[start]]),
+                    max(worst, (costs[bounds[end]] - costs[bounds[start]]) / shares[stage - 1]),
                     values + crossing[end],
                     (*chosen, end),
                 )
@@ -113,7 +117,8 @@ def balanced_cut(tape: Tape, num_stages: int, *, model: str) -> tuple[Cut, list[
         best.append(row)
     chosen = best[-1][len(bounds) - 1][2]
     positions = [bounds[i] for i in chosen]
-    stage_costs = [costs[b] - costs[a] for a, b in zip([0, *positions[:-1]], positions, strict=True)]
+    pairs = zip([0, *positions[:-1]], positions, strict=True)
+    stage_costs = [(costs[b] - costs[a]) / share for (a, b), share in zip(pairs, shares, strict=True)]
     return Cut(tuple(tape.calls[p].anchor for p in positions[:-1])), stage_costs
 
 
@@ -263,9 +268,10 @@ def too_many_stages(num_stages: int, num_parts: int, model: str) -> PlanError:
     )
 
 
-def uneven_warning(costs: Sequence[float], model: str) -> str | None:
-    """W202 where the costliest stage takes longer than an even share."""
-    mean = math.fsum(costs) / len(costs)
+def uneven_warning(costs: Sequence[float], model: str, *, num_ranks: Sequence[int] = ()) -> str | None:
+    """W202 where the costliest stage takes its ranks longer than an even share; arguments as of `balanced_cut`."""
+    shares = num_ranks or (1,) * len(costs)
+    mean = math.fsum(map(operator.mul, costs, shares)) / sum(shares)
     excess = max(costs) / mean - 1 if mean else 0.0
     if excess <= 0.02:
         return None

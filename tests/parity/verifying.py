@@ -25,7 +25,7 @@ from meshwright.launching.verify import result_of
 from meshwright.layout.plan import TrainPlan
 from meshwright.testing.ranks import RankPool
 from meshwright.verification.candidate import measure_rank
-from meshwright.verification.job import RankReport, Reference, VerifyJob
+from meshwright.verification.job import Handover, RankReport, Reference, VerifyJob
 from meshwright.verification.reference import run_reference
 from meshwright.verification.result import VerifyResult
 
@@ -110,18 +110,28 @@ class Verifier:
         *,
         plan: TrainPlan | None = None,
         timeout: float = 60.0,
+        save: Handover | None = None,
+        load: Handover | None = None,
     ) -> list[RankReport]:
-        """Run the candidate only; arguments as of `run`."""
+        """Run the candidate only; arguments as of `run`, and where a checkpoint is left or loaded."""
         job = replace(prepared.job, inject=inject, plan=plan or prepared.job.plan)
         size = job.plan.world_size
-        return self._pool.run(_candidate, size, job, prepared.reference, prepared.path, timeout=timeout)
+        parts = (job, prepared.reference, prepared.path, save, load)
+        return self._pool.run(_candidate, size, *parts, timeout=timeout)
 
 
 def _reference(_mesh: Any, job: VerifyJob, path: Path) -> Reference:
     return run_reference(job, path)
 
 
-def _candidate(mesh: Any, job: VerifyJob, reference: Reference, path: Path) -> RankReport:
+def _candidate(
+    mesh: Any,
+    job: VerifyJob,
+    reference: Reference,
+    path: Path,
+    save: Handover | None,
+    load: Handover | None,
+) -> RankReport:
     plan = job.plan
     transport = "gloo" if plan.transport == "auto" else plan.transport
     bound = Mesh(
@@ -138,7 +148,7 @@ def _candidate(mesh: Any, job: VerifyJob, reference: Reference, path: Path) -> R
         if isinstance(group.transport, SharedTransport):
             group.transport.in_place_bytes = 0  # small as the models are
     with restored(), closing(bound):
-        return measure_rank(job, reference, path, groups=groups)
+        return measure_rank(job, reference, path, groups=groups, save=save, load=load)
 
 
 @contextmanager

@@ -65,6 +65,11 @@ def test_stages_begin_where_they_cost_least(gpt_tape):
     assert (first.draws_before, second.draws_before) == (0, 7)
     assert "W202 GPT does not divide evenly over 2 pipeline stages" in str(uneven_warning(costs, "GPT"))
     assert uneven_warning([1.0, 1.0], "GPT") is None
+    assert uneven_warning([1.0, 1.0], "GPT", num_ranks=[1, 3]) is None
+    _, unlike = balanced_cut(gpt_tape, 2, model="GPT", num_ranks=[1, 3])
+    assert 3 * unlike[1] > costs[1]  # three ranks get more of the model than half
+    assert max(unlike) < max(costs)
+    assert 3 * unlike[1] + unlike[0] == pytest.approx(sum(costs))
 
 
 def test_what_needs_the_batch_alone_is_made_by_every_stage_that_uses_it():

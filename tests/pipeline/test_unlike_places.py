@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from meshwright.launching.verify import job_of
+from meshwright.verification.job import Functions, Handover, VerifyJob
+from meshwright.verification.resumed import resume_check
 from tests.parity.verifying import Verifier
-from tests.pipeline.test_pipelines import check
+from tests.pipeline.test_pipelines import SUBJECTS, check
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +51,37 @@ def test_samples_that_ranks_of_a_place_do_not_divide(verifier):
     plan = "stage_ranks=[[0,1],[2,3,4]],zero=1,micro_batch=1"
     check(verifier, "gpt", plan, 5, global_batch=9)
     check(verifier, "gpt", plan.replace("zero=1", "zero=3"), 5, global_batch=9)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("stage_ranks=[[0],[1,2,3]],zero=1", "zero=3,dp=2"),
+        ("stage_ranks=[[0],[1,2,3]],zero=3", "stage_ranks=[[0,1],[2],[3]],zero=0"),
+        ("stage_ranks=[[0,1,2],[3]],zero=0", "pp=2,dp=1,schedule=zb-h1"),
+        ("zero=2,dp=3", "stage_ranks=[[0,1,2],[3]],zero=2"),
+        ("pp=4,dp=1", "stage_ranks=[[0],[1,2,3]],zero=1"),
+    ],
+)
+def test_checkpoints_come_from_and_go_to_other_layouts(verifier, tmp_path, saved, loaded):
+    """After the first of two steps, optimizer state included; micro-batches of 6 samples, cut anew."""
+    before, after = job_for("gpt", saved, 18), job_for("gpt", loaded, 18)
+    prepared, handover = verifier.prepare(before), Handover(tmp_path / "ckpt", 1)
+    verifier.measure(prepared, save=handover)
+    reports = verifier.measure(prepared, plan=after.plan, load=handover)
+    found = resume_check(before, after, prepared.reference, reports, after=1)
+    assert found.ok, found.first_wrong
+    assert found.compared > 100
+
+
+def job_for(subject: str, plan: str, batch: int) -> VerifyJob:
+    """Of micro-batches of 6 samples over all ranks."""
+    build, loss, data = SUBJECTS[subject]
+    sizes = {"stage_ranks=[[0],[1,2,3]]": (4, 3), "stage_ranks=[[0,1],[2],[3]]": (4, 2)}
+    sizes |= {"stage_ranks=[[0,1,2],[3]]": (4, 3), "pp=2,dp=1": (2, 1), "pp=4,dp=1": (4, 1)}
+    sizes |= {f"zero={zero},dp={dp}": (dp, dp) for zero in (2, 3) for dp in (2, 3)}
+    processes, dp = next(size for key, size in sizes.items() if plan.startswith(key))
+    options = {"steps": 2, "global_batch": batch}
+    plan = f"{plan},micro_batch={6 // dp},bucket_bytes=4096 bytes"
+    return job_of(Functions(build, loss, data), plan=plan, processes=processes, options=options)
