@@ -167,6 +167,12 @@ def test_lesson_8_draws_pipelines_and_their_figures(run_lesson):
     assert units["searched, keeps 1"] > units["gpipe"]
     assert "rank 1 → rank 3: samples [3]\n  rank 1 → rank 4: samples [4, 5]" in output
     assert "deadlock: rank 0 in 1send_activation1@1, rank 1 in 0send_gradient0@0" in output
+    ran = re.findall(r"✓ (\S+) = 1 process, worst (\S+)   drawn [\d.]+ ms, ran [\d.]+ ms", output)
+    assert [name for name, _ in ran] == ["gpipe", "1f1b", "zb-h1"]
+    assert all(float(worst) < 1e-12 for _, worst in ran)
+    assert [set(line) - {"·"} for line in re.findall(r"rank 0  (\S+)$", output, re.MULTILINE)][-1] == set(
+        "FIW"
+    )
 
 
 def test_lesson_6_trades_time_for_memory(run_lesson):
