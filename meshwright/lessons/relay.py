@@ -51,11 +51,11 @@ class Relay:
         for what, start, end in (seen for line in self.lines for seen in line):
             found.setdefault(what[:2], []).append(end - start)
         times = {kind: statistics.median(values) for kind, values in found.items()}
-        halves = [
-            [times.get(f"{stage}{op}", times.get(f"{stage}B", 0.0) / 2) for stage in range(RANKS)]
-            for op in "IW"
-        ]
-        return Durations(tuple(times[f"{stage}F"] for stage in range(RANKS)), *map(tuple, halves))
+        of = {
+            op: tuple(times.get(f"{stage}{op}", times.get(f"{stage}B", 0.0) / 2) for stage in range(RANKS))
+            for op in "FIW"
+        }
+        return Durations(of["F"], of["I"], of["W"])
 
     def _picture(self) -> str:
         """A line a rank; a computation is its letter for as long as it took."""

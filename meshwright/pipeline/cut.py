@@ -270,8 +270,8 @@ def too_many_stages(num_stages: int, num_parts: int, model: str) -> PlanError:
 
 def uneven_warning(costs: Sequence[float], model: str, *, num_ranks: Sequence[int] = ()) -> str | None:
     """W202 where the costliest stage takes its ranks longer than an even share; arguments as of `balanced_cut`."""
-    shares = num_ranks or (1,) * len(costs)
-    mean = math.fsum(map(operator.mul, costs, shares)) / sum(shares)
+    ranks = num_ranks or (1,) * len(costs)
+    mean = math.fsum(map(operator.mul, costs, ranks)) / sum(ranks)
     excess = max(costs) / mean - 1 if mean else 0.0
     if excess <= 0.02:
         return None
