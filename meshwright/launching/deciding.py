@@ -63,10 +63,15 @@ def with_plan(resolved: Resolved, *, processes: int) -> tuple[Resolved, tuple[st
 def _measure(config: RunConfig, call: bytes | None, world: World, _context: WorkerContext) -> Measured:
     """The target of the ranks that measure."""
     # Imported here because they need torch, which a launcher must not load.
+    from meshwright.comm.mesh import connect, disconnect
     from meshwright.training.agreeing import measure_rank
     from meshwright.training.device import choose_device
     from meshwright.verification.subject import make_task_of
 
     functions = None if call is None else pickle.loads(call)
-    task = make_task_of(config, functions)
-    return measure_rank(config, task, world, device=choose_device(config, world))
+    device = choose_device(config, world)
+    connect(world, device=device, timeout_seconds=config.train.watchdog)
+    try:
+        return measure_rank(config, make_task_of(config, functions), world, device=device)
+    finally:
+        disconnect()

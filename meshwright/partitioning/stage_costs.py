@@ -39,12 +39,14 @@ class Group:
         speed: of each; costs of blocks are for speed 1.
         memory_bytes: of each.
         bandwidth: bytes per second of a message to or from each.
+        message_seconds: of a message, however small.
     """
 
     count: int
     speed: float = 1.0
     memory_bytes: float = math.inf
     bandwidth: float = math.inf
+    message_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Problem:
         sharded: bytes of state that are cut over a stage's replicas.
         routing: of tensors that skip stages.
         forbidden: cuts that are not allowed.
-        update_seconds: of the optimizer, for a byte of weights.
+        update_seconds: of the optimizer, for a byte of weights; where state is cut, each replica has its part.
+        gradient_bandwidth: bytes per second of an all-reduce; None: the slowest of the groups.
         most_gradient_seconds: a stage whose all-reduce of gradients and update take longer is not allowed.
     """
 
@@ -80,6 +83,7 @@ class Problem:
     routing: Routing = "relay"
     forbidden: frozenset[int] = frozenset()
     update_seconds: float = 0.0
+    gradient_bandwidth: float | None = None
     most_gradient_seconds: float = math.inf
 
     @property
@@ -135,7 +139,9 @@ class StageCosts:
         if key not in self._made:
             chain, kind = self.problem.shares[replicas], self.problem.groups[group]
             received, sent = self._traffic[replicas]
-            messages = (received + sent) / kind.bandwidth
+            first, stop = np.indices(received.shape)
+            ends = (first > 0) + (stop < len(chain))
+            messages = (received + sent) / kind.bandwidth + kind.message_seconds * ends
             forward = chain.forward / kind.speed
             backward = chain.backward / kind.speed + (forward if self.problem.recompute else 0.0)
             self._made[key] = (forward + messages, backward + messages)
@@ -149,8 +155,9 @@ class StageCosts:
 
     def gradient_seconds(self, replicas: int) -> Table:
         """Of a stage's all-reduce on a ring, at the slowest bandwidth of all groups, and of its update."""
-        slowest = min(group.bandwidth for group in self.problem.groups)
-        for_a_byte = 2 * (replicas - 1) / replicas / slowest + self.problem.update_seconds
+        slowest = self.problem.gradient_bandwidth or min(g.bandwidth for g in self.problem.groups)
+        update = self.problem.update_seconds / (replicas if self.problem.sharded else 1)
+        for_a_byte = 2 * (replicas - 1) / replicas / slowest + update
         return for_a_byte * self.problem.shares[replicas].params
 
     def memory(self, replicas: int, num_after: int) -> Table:

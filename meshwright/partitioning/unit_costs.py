@@ -63,7 +63,9 @@ class UnitCosts:
         ties: weights that several units read.
         bytes_per_second: of a message between two ranks; 0 where that was not measured.
         message_seconds: that a message takes however small it is.
+        gradient_bytes_per_second: that pass each rank in a sum over all ranks; 0 where that was not measured.
         update_seconds_per_byte: of the optimizer, for a byte of trained weights.
+        has_batch_statistics: what is computed depends on the number of micro-batches.
     """
 
     model: str
@@ -73,7 +75,9 @@ class UnitCosts:
     ties: tuple[Tie, ...] = ()
     bytes_per_second: float = 0.0
     message_seconds: float = 0.0
+    gradient_bytes_per_second: float = 0.0
     update_seconds_per_byte: float = 0.0
+    has_batch_statistics: bool = False
 
     def chain(self, samples: int, *, states: float = 1.0) -> Chain:
         """Every unit a block, at so many samples; a byte of trained weights stands for `states` bytes of memory."""

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.comm.mesh import World, share_values
 from meshwright.training.auto import measured_units
-from meshwright.training.config import RunConfig, default_cache_dir
+from meshwright.training.config import RunConfig
 from meshwright.training.deciding import decide, decided, sizes_to_measure
 from meshwright.training.measured import Measured, agreed
 from meshwright.training.task import Task, make_task
@@ -39,8 +39,7 @@ def measure_rank(config: RunConfig, task: Task, world: World, *, device: torch.d
     return measured_units(
         task,
         sizes_to_measure(config, world.size),
-        precision=config.plan.precision,
+        world=world,
         device=device,
-        processes=world.local_size,
-        cache_dir=config.data.cache_dir or default_cache_dir(),
+        config=config,
     )

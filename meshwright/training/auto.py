@@ -6,23 +6,27 @@ number of processes that compute at once. Must not know how plans are found.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
+from meshwright.adapt.batch_norm import micro_step_warnings
+from meshwright.comm.mesh import World, share_values
 from meshwright.errors import PlanError
-from meshwright.layout.plan import Precision
 from meshwright.partitioning.unit_costs import UnitCosts
 from meshwright.pipeline.units import Units
+from meshwright.training.config import RunConfig, default_cache_dir
 from meshwright.training.ledger import usable_bytes
 from meshwright.training.measured import Measured
+from meshwright.training.optimizer import spec_of
 from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES
+from meshwright.training.rates import measure_rates
 from meshwright.training.task import Task
 from meshwright.training.tree import cast_batch
 
@@ -34,25 +38,23 @@ def measured_units(
     task: Task,
     samples: Sequence[int],
     *,
-    precision: Precision,
+    world: World,
     device: torch.device,
-    processes: int,
-    cache_dir: Path,
+    config: RunConfig,
 ) -> Measured:
-    """What the units of `task` take while `processes` ranks compute at once; all of these must call.
+    """What the units of `task` take while all connected ranks compute at once; every rank calls.
 
     Args:
         task: its model is not changed, and may be on the meta device.
         samples: sizes of a micro-batch.
-        precision: of the run.
+        world: all ranks.
         device: where this rank computes.
-        processes: on this host.
-        cache_dir: where seconds are kept.
+        config: of the run: precision, optimizer, transport and where seconds are kept.
 
     Raises:
         PlanError: E276 for a model that runs with none of `samples`.
     """
-    usable = usable_bytes(device, local_size=processes)
+    usable, precision = usable_bytes(device, local_size=world.local_size), config.plan.precision
 
     def batch(count: int) -> Any:
         rows = [task.train_data[index % len(task.train_data)] for index in range(count)]
@@ -66,13 +68,26 @@ def measured_units(
         if error.code not in _CANNOT_BE_CUT:
             raise
         return Measured(None, f"{error.code} {error.message}", usable)
-    path = cache_dir / "unit-seconds" / f"{_fingerprint(units, device, processes)}.json"
-    if path.is_file():
+    path = (config.data.cache_dir or default_cache_dir()) / "unit-seconds"
+    path /= f"{_fingerprint(units, device, world, config)}.json"
+    if all(share_values(path.is_file())):  # another run may be writing it
         return Measured(UnitCosts.from_json(path.read_text(encoding="utf-8")), "", usable)
-    return Measured(units.measure(), "", usable, path)
+    rates = measure_rates(
+        world, spec_of(config.train.optimizer), device=device, transport=config.plan.transport
+    )
+    costs = dataclasses.replace(
+        units.measure(),
+        bytes_per_second=rates.message_bytes_per_second,
+        message_seconds=rates.message_seconds,
+        gradient_bytes_per_second=rates.gradient_bytes_per_second,
+        update_seconds_per_byte=rates.update_seconds_per_byte,
+        has_batch_statistics=bool(micro_step_warnings(task.model, num_microbatches=2)),
+    )
+    return Measured(costs, "", usable, path)
 
 
-def _fingerprint(units: Units, device: torch.device, processes: int) -> str:
+def _fingerprint(units: Units, device: torch.device, world: World, config: RunConfig) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    machine = (platform.node(), where, os.cpu_count(), torch.__version__, torch.get_num_threads(), processes)
-    return hashlib.sha256(f"{machine} {units.digest}".encode()).hexdigest()[:16]
+    machine = (platform.node(), where, os.cpu_count(), torch.__version__, torch.get_num_threads())
+    ranks = (world.size, world.local_size, config.plan.transport, config.train.optimizer.name)
+    return hashlib.sha256(f"{machine} {ranks} {units.digest}".encode()).hexdigest()[:16]

@@ -147,10 +147,11 @@ def _search(config: RunConfig, costs: UnitCosts, world_size: int, limit: float, 
     part = plan.tp * plan.cp
     problem = Problem(
         {},
-        (Group(devices, part, limit, costs.bytes_per_second or math.inf),),
+        (Group(devices, part, limit, costs.bytes_per_second or math.inf, costs.message_seconds),),
         (least, most),
         resident=resident / plan.tp,
         sharded=sharded / plan.tp,
+        gradient_bandwidth=costs.gradient_bytes_per_second or None,
         update_seconds=costs.update_seconds_per_byte / plan.tp,
         forbidden=_forbidden(plan, costs),
         recompute=plan.recompute != "none",
@@ -160,7 +161,7 @@ def _search(config: RunConfig, costs: UnitCosts, world_size: int, limit: float, 
         search,
         lambda samples: costs.chain(samples, states=resident + sharded),
         batch=batch,
-        num_microbatches=_microbatches(config, devices),
+        num_microbatches=_microbatches(config, costs, devices),
         least_samples=1 if costs.samples[0] == asked else costs.samples[0],
     )
     found: list[Searched] = []
@@ -191,9 +192,14 @@ def _is_even(found: Searched) -> bool:
     return len({stage.devices for stage in found.partition.stages}) == 1
 
 
-def _microbatches(config: RunConfig, devices: int) -> tuple[int, ...]:
-    """Numbers of micro-batches to try: of the user's size with each number of replicas, or all that are sensible."""
+def _microbatches(config: RunConfig, costs: UnitCosts, devices: int) -> tuple[int, ...]:
+    """Numbers of micro-batches to try: of the user's size with each number of replicas, or all that are sensible.
+
+    A model with batch statistics computes something else with another number: unless stages are asked for, it stays 1.
+    """
     batch, micro = config.train.global_batch, config.plan.micro_batch
+    if micro is None and costs.has_batch_statistics and config.plan.pp == 1:
+        return (1,)
     if micro is None:
         return tuple(_counts(batch, devices))
     counts = {

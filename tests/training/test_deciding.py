@@ -180,3 +180,12 @@ def test_stages_get_unlike_numbers_of_replicas_where_that_is_worth_it():
         assert "stage_ranks" not in decision_of(*given, fixed, costs=unequal, world_size=4).keys
     three = decision_of(*given, costs=unequal, world_size=3)
     assert three.keys["stage_ranks"] == ((0,), (1, 2)), "the only way to use three ranks"
+
+
+def test_batch_statistics_stay_those_of_the_whole_batch():
+    """With other micro-batches the model would learn something else; stages that are asked for need some."""
+    costs = make_costs(has_batch_statistics=True, bytes_per_second=1e3, gradient_bytes_per_second=1.0)
+    found = decision_of(costs=costs)
+    assert found.keys["micro_batch"] * found.keys["dp"] == 8
+    assert decision_of("plan.pp=2", costs=costs).keys["micro_batch"] < 8
+    assert decision_of("plan.micro_batch=2", costs=costs).keys["pp"] == 2
