@@ -765,6 +765,13 @@ CATALOGUE = (
         "Fix what the message names to something that train has, and run `meshwright plan` again.",
     ),
     CodeEntry(
+        "E299",
+        "what was measured of this host cannot be read",
+        "host-NAME.json and host-NAME-learned.json in the cache folder hold what `meshwright doctor --measure` and "
+        "plans measured here, and what runs taught. One of them is damaged, or of another version.",
+        "Remove the file; it is made again.",
+    ),
+    CodeEntry(
         "E301",
         "a run that does not fit in memory",
         "Weights, gradients, optimizer state and activations are known before anything is allocated; their sum is more "

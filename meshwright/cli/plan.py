@@ -5,6 +5,7 @@ Owns the options and the text. Must not import torch.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from dataclasses import asdict
@@ -51,6 +52,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     if scaling:
         _print_scaling(request, scaling, wanted, price, json_output=json_output)
         return
+    request = at_home(request)
     found = make_plans(request, count=count)
     seconds = time.perf_counter() - started
     save_lock(out, found, source=source)
@@ -85,6 +87,15 @@ def read_request(
     options = {"cluster": cluster, "memory_headroom": headroom}
     given = {key: value for key, value in options.items() if value}
     return ask(sections, {**given, **plan_values(fixed)}, seq=seq, batch=batch)
+
+
+def at_home(request: Request) -> Request:
+    """The question with this host as it was measured, where its processes are the cluster; measured now if torch is
+    here."""
+    from meshwright.launching.this_host import located
+    from meshwright.training.config import default_cache_dir
+
+    return located(request, default_cache_dir(), measures=importlib.util.find_spec("torch") is not None)
 
 
 def warnings_of(found: Plans) -> list[str]:

@@ -21,7 +21,8 @@ from meshwright.errors import EXIT_OK, CheckpointError
 from meshwright.launching.deciding import with_plan
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
-from meshwright.launching.planned import planned
+from meshwright.launching.planned import Planned, cache_of, planned
+from meshwright.launching.recording import line_of, recorded
 from meshwright.training.config import DEFAULT, Resolved, RunConfig, load_config
 from meshwright.training.console import Console
 from meshwright.training.planning import local_world_size, plan_of
@@ -48,7 +49,10 @@ def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None =
         MeshwrightError: see `run_local`, and what training raises.
     """
     worker = is_worker(os.environ)
-    resolved, _ = planned(resolved, world_size=_world_size(os.environ) if worker else None)
+    found = planned(resolved, world_size=_world_size(os.environ) if worker else None)
+    resolved = found.resolved
+    for line in found.lines:
+        print(line, file=sys.stderr if json_output else sys.stdout)
     if not worker:
         processes = local_world_size(resolved.config, num_gpus=num_gpus(os.environ))
         if resolved.config.plan.mode == "auto":
@@ -58,11 +62,24 @@ def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None =
         plan_of(resolved.config, world_size=processes)  # a plan that cannot run starts no process
     run_dir, resume_from = _run_dir(resolved, resume, worker=worker)
     if worker:
-        return _train_here(resolved.config, run_dir, resume_from, json_output=json_output)
+        result = _train_here(resolved.config, run_dir, resume_from, json_output=json_output)
+        return _recorded(result, found, json_output=json_output)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "resolved.toml").write_text(resolved.as_toml())
     target = partial(_train, resolved.config, json_output, resume_from)
-    return run_local(target, processes=processes, run_dir=run_dir)[0]
+    result = run_local(target, processes=processes, run_dir=run_dir)[0]
+    return _recorded(result, found, json_output=json_output)
+
+
+def _recorded(result: dict[str, Any], plan: Planned, *, json_output: bool) -> dict[str, Any]:
+    """The result with what was predicted, which is printed; on other ranks than the first there is none."""
+    if not result:
+        return result
+    whole = recorded(result, plan, cache=cache_of(plan.resolved))
+    line = line_of(whole)
+    if line is not None:
+        print(line, file=sys.stderr if json_output else sys.stdout)
+    return whole
 
 
 def _run_dir(resolved: Resolved, resume: str | None, *, worker: bool) -> tuple[Path, ResumeFrom | None]:

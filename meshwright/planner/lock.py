@@ -17,8 +17,9 @@ from meshwright.planner.plans import Plans
 from meshwright.planner.request import Request
 from meshwright.planner.stages import stage_cuts
 from meshwright.presets import find_machine
+from meshwright.presets.host import profile_of
 from meshwright.presets.models import ModelPreset
-from meshwright.simulation.job import Cluster, Workload
+from meshwright.simulation.job import Cluster, Workload, on_host
 
 LOCK_NAME = "plan.lock.json"
 _FORMAT = 2
@@ -33,10 +34,18 @@ def fingerprints(request: Request) -> dict[str, str]:
     parts = {
         "model": shape,
         "data": {"seq_len": work.seq_len, "global_batch": work.global_batch},
-        "cluster": {**cluster_value(request.cluster), "headroom": request.headroom},
+        "cluster": {**_untaught(cluster_value(request.cluster)), "headroom": request.headroom},
         "fixed": {key: request.fixed[key] for key in sorted(request.fixed)},
     }
     return {name: _digest(part) for name, part in parts.items()}
+
+
+def _untaught(cluster: dict[str, object]) -> dict[str, object]:
+    """Without what runs taught: a run must not make the plan stale that it was made by."""
+    host = cluster.get("host")
+    if not isinstance(host, dict):
+        return cluster
+    return {**cluster, "host": {key: value for key, value in host.items() if key != "learned"}}
 
 
 def _digest(value: object) -> str:
@@ -72,6 +81,7 @@ def cluster_value(cluster: Cluster) -> dict[str, object]:
         "nic_bytes_per_second": cluster.nic_bytes_per_second,
         "oversubscription": cluster.oversubscription,
         "pod_devices": cluster.pod_devices,
+        **({} if cluster.host is None else {"host": cluster.host.to_value()}),
     }
 
 
@@ -79,8 +89,9 @@ def cluster_of(lock: Mapping[str, object]) -> Cluster:
     """The cluster that the plans were made for."""
     value = lock["cluster"]
     assert isinstance(value, dict), "a table of a lock file"
-    rest = {key: part for key, part in value.items() if key not in ("machine", "devices")}
-    return Cluster(find_machine(value["machine"]), value["devices"], **rest)
+    rest = {key: part for key, part in value.items() if key not in ("machine", "devices", "host")}
+    cluster = Cluster(find_machine(value["machine"]), value["devices"], **rest)
+    return cluster if "host" not in value else on_host(cluster, profile_of(value["host"]))
 
 
 def work_of(lock: Mapping[str, object]) -> Workload:

@@ -10,6 +10,8 @@ from dataclasses import fields
 
 from meshwright.planner.request import Request
 from meshwright.presets.calibration import calibration_of
+from meshwright.simulation.host import host_step
+from meshwright.simulation.host_peak import host_peak
 from meshwright.simulation.job import Layout, data_stride, pipeline_stride
 from meshwright.simulation.layers import LayerSeconds, head_seconds, layer_seconds
 from meshwright.simulation.peak import (
@@ -54,6 +56,9 @@ class Parts:
     def step(self, layout: Layout, *, sharing: Sharing | None = None) -> StepSeconds:
         """The step of a layout; with a `sharing` that is less than its own, less than its step."""
         request = self._request
+        host = request.cluster.host
+        if host is not None:
+            return host_step(request.work, layout, host)
         layer, head = self._layer_and_head(layout)
         own = sharing or self.sharing(layout)
         pieces = Pieces(layer, head, self._message(layout), own)
@@ -62,6 +67,8 @@ class Parts:
     def bytes(self, layout: Layout) -> float:
         """Of the fullest rank."""
         request, own = self._request, layout
+        if request.cluster.host is not None:
+            return host_peak(request.work, layout, request.cluster.host).peak
         key = (own.tp, own.cp, own.micro_batch, own.sequence_parallel, own.recompute)
         held = self._held.get(key)
         if held is None:

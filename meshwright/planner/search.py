@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.planner.parts import Parts, least_of
 from meshwright.planner.request import Request
@@ -95,7 +95,8 @@ class _Search:
 
     def __init__(self, request: Request, wanted: Wanted) -> None:
         self._request = request
-        self._wanted = wanted
+        # Bounds are of formulas; what was measured need not keep them, and a host has few layouts.
+        self._wanted = replace(wanted, exhaustive=True) if request.cluster.host is not None else wanted
         self._standing = Standing(slack=wanted.slack, num_meshes=wanted.num_meshes, wants_ready=wanted.ready)
         self._parts = Parts(request)
         self._shares: dict[tuple[object, ...], list[tuple[Sharing, list[Share]]]] = {}

@@ -2,14 +2,14 @@
 
 Owns what makes a file of plans stale: another model, other data, another cluster, other keys fixed, or a cost model
 that says something else of the same layout than it did. That last is asked by pricing the plan again, so that no
-version has to be counted up by hand.
+version has to be counted up by hand. What runs have taught since does not make a file stale.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.errors import PlanError
@@ -73,7 +73,7 @@ def take(path: Path, request: Request, *, again: str) -> Taken:
             "E298", f"{path}: train runs none of its plans: {plans[0]['obstacle']}. {_fix(path, again)}"
         )
     entry = plans[runs[0] - 1]
-    priced = predict(request.work, layout_from(entry), request.cluster)
+    priced = predict(request.work, layout_from(entry), _as_then(request.cluster, lock))
     pairs = (
         (entry["step_seconds"], priced.step.total),
         (entry["memory_bytes"]["peak"], priced.memory.peak),
@@ -85,6 +85,14 @@ def take(path: Path, request: Request, *, again: str) -> Taken:
             f"{priced.step.total:.4g} s now. {_fix(path, again)}",
         )
     return Taken(path, runs[0], entry["keys"], entry)
+
+
+def _as_then(cluster: Cluster, lock: Mapping[str, object]) -> Cluster:
+    """The cluster with what runs had taught when the file was made."""
+    then = cluster_of(lock).host
+    if cluster.host is None or then is None:
+        return cluster
+    return replace(cluster, host=replace(cluster.host, learned=then.learned))
 
 
 def _fix(path: Path, again: str) -> str:

@@ -6,10 +6,11 @@ rank order is tp, cp, dp, pp from the inside out, or tp, pp, cp, dp.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.errors import ConfigError
+from meshwright.presets.host import HostProfile
 from meshwright.presets.machines import Machine
 from meshwright.presets.models import ModelPreset
 
@@ -30,6 +31,7 @@ class Cluster:
         nic_bytes_per_second: network rate of a node's cards together, one direction.
         oversubscription: how many times less leaves a pod than enters its switches; 1: full.
         pod_devices: devices of a pod; 0: one pod.
+        host: what was measured of this host, where the devices are processes of it; else formulas are taken.
     """
 
     machine: Machine
@@ -38,6 +40,14 @@ class Cluster:
     nic_bytes_per_second: float
     oversubscription: float = 1.0
     pod_devices: int = 0
+    host: HostProfile | None = None
+
+
+def on_host(cluster: Cluster, host: HostProfile) -> Cluster:
+    """The cluster as processes of a host that was measured: one node, its memory shared evenly."""
+    count = cluster.num_devices
+    machine = replace(cluster.machine, memory_bytes=host.memory_bytes // count)
+    return replace(cluster, machine=machine, devices_per_node=count, host=host)
 
 
 @dataclass(frozen=True)

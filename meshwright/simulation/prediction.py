@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from meshwright.presets.calibration import Calibration, calibration_of
+from meshwright.simulation.host import host_step
+from meshwright.simulation.host_peak import host_peak
 from meshwright.simulation.job import Cluster, Layout, Workload, num_microbatches
 from meshwright.simulation.peak import PeakBytes, peak_bytes
 from meshwright.simulation.step import StepSeconds, model_flops, step_seconds
@@ -76,8 +78,9 @@ def predict(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration |
         fit: constants other than the machine's own.
     """
     fit = fit or calibration_of(cluster.machine)
-    step = step_seconds(work, layout, cluster, fit)
-    memory = peak_bytes(work, layout, cluster)
+    host = cluster.host
+    step = step_seconds(work, layout, cluster, fit) if host is None else host_step(work, layout, host)
+    memory = peak_bytes(work, layout, cluster) if host is None else host_peak(work, layout, host)
     machine = cluster.machine
     peak = machine.flops.get("bf16") or machine.flops.get("fp16") or machine.flops["fp32"]
     mfu = model_flops(work) / (step.total * cluster.num_devices * peak)
@@ -91,5 +94,5 @@ def predict(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration |
         mfu=mfu,
         hfu=mfu * (1 + again / 3),
         tokens_per_second_per_device=work.global_batch * work.seq_len / step.total / cluster.num_devices,
-        is_fitted=fit.fitted,
+        is_fitted=fit.fitted or host is not None,
     )

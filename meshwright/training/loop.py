@@ -355,10 +355,11 @@ class Run:
     def _timed_step(self) -> tuple[StepResult, float]:
         start = time.perf_counter()
         with self.ledger.step(self.state) if self.ledger is not None else nullcontext():
-            result = self._step(self.state.step)
+            result = self.make_step(self.state.step)
         return result, time.perf_counter() - start
 
-    def _step(self, step: int) -> StepResult:
+    def make_step(self, step: int) -> StepResult:
+        """One training step on the samples of step number `step`, from 0."""
         result = train_step(
             self.state,
             lambda k: self._micro_batch(step, k),

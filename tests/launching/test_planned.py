@@ -1,11 +1,14 @@
 import pytest
 
 from meshwright.errors import PlanError
-from meshwright.launching.planned import planned
+from meshwright.launching.planned import Planned, planned
 from meshwright.planner.asking import ask, sections_of
 from meshwright.planner.lock import save_lock
 from meshwright.planner.plans import make_plans
 from meshwright.training.config import load_config
+
+# Where no host was measured.
+CACHE = "data.cache_dir=/nowhere"
 
 
 @pytest.fixture
@@ -17,22 +20,22 @@ def lock(tmp_path):
 
 
 def test_the_plan_of_a_file_becomes_keys_with_their_origin(lock):
-    resolved, taken = planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}"]), world_size=None)
-    assert taken is not None
-    plan = resolved.config.plan
-    assert (plan.processes, plan.zero, plan.micro_batch) == (2, 1, taken.keys["micro_batch"])
+    found = planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}", CACHE]), world_size=None)
+    assert found.predicted is not None
+    resolved, plan = found.resolved, found.resolved.config.plan
+    assert (plan.processes, plan.zero, plan.micro_batch) == (2, 1, found.predicted["micro_batch"])
     assert resolved.origins["plan.micro_batch"] == "plan.lock.json"
     assert resolved.origins["plan.zero"] == "command line"
     # A worker of torchrun starts nobody: no number of local processes is set for it.
-    resolved, _ = planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}"]), world_size=2)
-    assert resolved.config.plan.processes is None
+    found = planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}", CACHE]), world_size=2)
+    assert found.resolved.config.plan.processes is None
 
 
 def test_another_number_of_processes_is_refused(lock):
     with pytest.raises(PlanError, match=r"E294 .*plans for 2 devices, and 4 processes are asked for"):
-        planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}"]), world_size=4)
+        planned(load_config(None, ["plan.zero=1", f"plan.lock={lock}", CACHE]), world_size=4)
 
 
 def test_without_a_file_nothing_changes():
     resolved = load_config(None, [])
-    assert planned(resolved, world_size=None) == (resolved, None)
+    assert planned(resolved, world_size=None) == Planned(resolved)
