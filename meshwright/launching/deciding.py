@@ -20,6 +20,7 @@ from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.training.config import Resolved, RunConfig
 from meshwright.training.deciding import Decision, decide, decided
+from meshwright.training.kept_plan import kept_plan
 from meshwright.training.measured import Measured, agreed
 from meshwright.verification.job import Functions
 
@@ -48,9 +49,18 @@ def decide_locally(config: RunConfig, processes: int, functions: Functions | Non
     return decide(config, agreed(found), world_size=processes)
 
 
-def with_plan(resolved: Resolved, *, processes: int) -> tuple[Resolved, tuple[str, ...]]:
-    """What `resolved` says with its plan decided, each key with its reason, and lines for people."""
-    decision = decide_locally(resolved.config, processes)
+def with_plan(
+    resolved: Resolved, *, processes: int, place: Path | None = None
+) -> tuple[Resolved, tuple[str, ...]]:
+    """What `resolved` says with its plan decided, each key with its reason, and lines for people.
+
+    Args:
+        resolved: the configuration.
+        processes: local ranks.
+        place: where the checkpoint is from which the run goes on; its plan is kept if it can be.
+    """
+    kept = None if place is None else kept_plan(resolved.config, place, world_size=processes)
+    decision = kept or decide_locally(resolved.config, processes)
     origins = dict(resolved.origins)
     origins |= {f"plan.{key}": f"auto: {reason}" for key, reason in decision.reasons.items()}
     origins["plan.mode"] = f"auto ({resolved.origins['plan.mode']})"

@@ -56,7 +56,8 @@ def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None =
     if not worker:
         processes = local_world_size(resolved.config, num_gpus=num_gpus(os.environ))
         if resolved.config.plan.mode == "auto":
-            resolved, lines = with_plan(resolved, processes=processes)
+            place = _resumed_place(resolved, resume, worker=False)
+            resolved, lines = with_plan(resolved, processes=processes, place=place)
             for line in lines:
                 print(line, file=sys.stderr if json_output else sys.stdout)
         plan_of(resolved.config, world_size=processes)  # a plan that cannot run starts no process
@@ -106,10 +107,24 @@ def _run_dir(resolved: Resolved, resume: str | None, *, worker: bool) -> tuple[P
     if numbered and (worker or resume is None):
         own = _new_dir(name, worker=worker)
     elif numbered:
-        own = next((path for path in _numbered(name) if find_checkpoints(path)), None) or make_run_dir(name)
+        own = _resumed_place(resolved, resume, worker=worker) or make_run_dir(name)
     else:
         own = name
     return own, ResumeFrom(own, required=False) if resume else None
+
+
+def _resumed_place(resolved: Resolved, resume: str | None, *, worker: bool) -> Path | None:
+    """Where a resumed run looks for its checkpoint; None for a fresh start."""
+    name = resolved.config.save.dir
+    if resume is None:
+        return None
+    if resume != "auto":
+        return Path(resume)
+    if resolved.origins["save.dir"] != DEFAULT:
+        return name
+    if worker:
+        return _new_dir(name, worker=True)
+    return next((path for path in _numbered(name) if find_checkpoints(path)), None)
 
 
 def _new_dir(name: Path, *, worker: bool) -> Path:

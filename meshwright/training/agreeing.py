@@ -9,26 +9,43 @@ from collections.abc import Callable
 
 import torch
 
+from meshwright.checkpoint.folder import ResumeFrom
 from meshwright.comm.mesh import World, share_values
 from meshwright.training.auto import measured_units
 from meshwright.training.config import RunConfig
 from meshwright.training.deciding import decide, decided, sizes_to_measure
+from meshwright.training.kept_plan import kept_plan
 from meshwright.training.measured import Measured, agreed
 from meshwright.training.task import Task, make_task
 
 
 def agree_on_plan(
-    config: RunConfig, world: World, *, device: torch.device, say: Callable[[str], None]
+    config: RunConfig,
+    world: World,
+    *,
+    device: torch.device,
+    resume: ResumeFrom | None,
+    say: Callable[[str], None],
 ) -> RunConfig:
     """The configuration with a plan that all connected ranks have decided alike; every rank calls.
+
+    Args:
+        config: of the run.
+        world: all ranks.
+        device: where this rank computes.
+        resume: where the checkpoint is from which the run goes on; its plan is kept if it can be, as rank 0 sees it.
+        say: takes lines for people.
 
     Raises:
         MeshwrightError: as `measured_units` and `decide`.
     """
     if config.plan.mode != "auto":
         return config
-    mine = measure_rank(config, make_task(config), world, device=device)
-    decision = decide(config, agreed(share_values(mine)), world_size=world.size)
+    kept = None if resume is None else kept_plan(config, resume.place, world_size=world.size)
+    decision = share_values(kept)[0]
+    if decision is None:
+        mine = measure_rank(config, make_task(config), world, device=device)
+        decision = decide(config, agreed(share_values(mine)), world_size=world.size)
     for line in decision.lines:
         say(line)
     return decided(config, decision)

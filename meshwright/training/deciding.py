@@ -129,7 +129,7 @@ def _whole(config: RunConfig, why_not: str, world_size: int) -> Decision:
     open_keys = {key: value for key, value in keys.items() if key not in fixed_keys(config.plan)}
     text = f"W272 the model cannot be cut into stages, so all {dp} data ranks have it whole: {why_not}"
     return Decision(
-        MappingProxyType(open_keys), MappingProxyType(dict.fromkeys(open_keys, "W272")), (text,), None, ()
+        open_keys, dict.fromkeys(open_keys, "W272"), (text,), None, ()
     )
 
 
@@ -273,8 +273,8 @@ def _answer(config: RunConfig, costs: UnitCosts, found: Searched, level: int) ->
         reasons["stage_ranks"] = f"{_WORTH:.0%} faster than equal numbers of replicas, or nothing else fits"
     open_keys = {key: value for key, value in keys.items() if key not in fixed}
     return Decision(
-        MappingProxyType(open_keys),
-        MappingProxyType({key: reasons[key] for key in open_keys}),
+        open_keys,
+        {key: reasons[key] for key in open_keys},
         tuple(_lines(costs, found, kept=sorted(fixed.keys() - {"mode", "processes"}))),
         found.step_seconds,
         tuple(stage.memory_bytes for stage in stages),

@@ -104,7 +104,7 @@ def run_worker(
     connect(world, device=device, timeout_seconds=2 * config.train.watchdog + 60)
     try:
         with Watchdog(log, limit_seconds=config.train.watchdog, folder=run_dir, world_size=world.size):
-            config = agree_on_plan(config, world, device=device, say=console.line)
+            config = agree_on_plan(config, world, device=device, resume=resume, say=console.line)
             run = Run(config, world, run_dir=run_dir, console=console, device=device, log=log)
             with closing(run.mesh):
                 return run.train(resume, stop)
