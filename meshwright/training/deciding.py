@@ -128,9 +128,7 @@ def _whole(config: RunConfig, why_not: str, world_size: int) -> Decision:
     keys = {"pp": 1, "dp": dp}
     open_keys = {key: value for key, value in keys.items() if key not in fixed_keys(config.plan)}
     text = f"W272 the model cannot be cut into stages, so all {dp} data ranks have it whole: {why_not}"
-    return Decision(
-        open_keys, dict.fromkeys(open_keys, "W272"), (text,), None, ()
-    )
+    return Decision(open_keys, dict.fromkeys(open_keys, "W272"), (text,), None, ())
 
 
 def _search(config: RunConfig, costs: UnitCosts, world_size: int, limit: float, level: int) -> Searched:

@@ -42,9 +42,7 @@ def kept_plan(config: RunConfig, place: Path, *, world_size: int) -> Decision | 
         open_keys = {key: value for key, value in keys.items() if key not in fixed}
         why = f"kept from {path.name}"
         line = f"auto   {plan.describe()}   {why}: as many processes, the same batch"
-        return Decision(
-            open_keys, dict.fromkeys(open_keys, why), (line,), None, ()
-        )
+        return Decision(open_keys, dict.fromkeys(open_keys, why), (line,), None, ())
     return None
 
 
