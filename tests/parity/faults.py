@@ -210,8 +210,8 @@ class Case:
         }
         kept = {"dropout", "shared weights", "skip connections", "documents", "unequal labels"}
         kept &= SUBJECTS[self.subject].has
-        if self.pp == 2 and self.schedule not in CHUNKED:
-            kept -= {"skip connections"}  # no stage between two others
+        if self.schedule not in CHUNKED:
+            kept -= {"skip connections"}  # too few stages for one that only hands values on
         return frozenset({"stages", *kept, *(need for need, met in by_plan.items() if met)})
 
     def _offers_of_cut_layers(self) -> frozenset[str]:
