@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.ops import Group
 from meshwright.errors import PlanError
-from meshwright.layout.tensor_layout import CutRegion, Role, even_sizes
+from meshwright.layout.tensor_layout import CutRegion, Role, even_sizes, token_range
 from meshwright.sharding.units import find_units
 from meshwright.tensor import uneven
 
@@ -39,7 +39,7 @@ class TokenCut:
 
     def enter(self, x: Tensor) -> Tensor:
         """This rank's part of whole tokens, `(batch, sequence, dim)`; its gradient is gathered."""
-        dim = 0 if x.shape[0] % self.group.size == 0 else 1
+        dim, place = token_range(x.shape, self.group.size, self.group.index)
         sizes = even_sizes(x.shape[dim], self.group.size)
         if not sizes[-1]:
             raise PlanError(
@@ -47,8 +47,7 @@ class TokenCut:
                 f"plan.sequence_parallel: {x.shape[0]} samples of {x.shape[1]} tokens are too few for "
                 f"{self.group.size} ranks. Set plan.sequence_parallel=false, or a smaller plan.tp.",
             )
-        index = self.group.index
-        self.region.tokens = (dim, (sum(sizes[:index]), sizes[index], sum(sizes)))
+        self.region.tokens = (dim, place)
         return uneven.split(x, self.group, dim=dim, sizes=sizes, cause="cut tokens")
 
     def leave(self, x: Tensor) -> Tensor:

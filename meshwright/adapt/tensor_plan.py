@@ -25,7 +25,7 @@ from meshwright.adapt.sequence_parallel import TokenPlan, plan_tokens
 from meshwright.adapt.tensor_calls import CutEntry, SharedInput, Tokens
 from meshwright.comm.ops import Group
 from meshwright.errors import PlanError
-from meshwright.layout.tensor_layout import LayoutMaker, RepeatedHeads, Role, split_heads
+from meshwright.layout.tensor_layout import LayoutMaker, RepeatedHeads, Role, TokenChain, split_heads
 
 # Attributes of an attention that count its heads, of queries and of keys: they become this rank's own numbers.
 _HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
@@ -78,6 +78,7 @@ class SplitPlan:
     def cut_tokens(self, model: nn.Module, roles: Mapping[str, Role], *, head_ends: bool) -> None:
         """Between the pairs of `roles` ranks have a part of the tokens; see `plan_tokens`."""
         self.tokens = plan_tokens(model, self.group, self.maker.region, roles, head_ends=head_ends)
+        self.maker.cuts_tokens(TokenChain(self.tokens.blocks, self.tokens.last))
         self.maker.call("all_gather", self.tokens.first)  # into the chain backward
         if self.tokens.last is not None:
             self.maker.call("all_gather", self.tokens.last)  # out of it forward

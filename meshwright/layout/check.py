@@ -274,15 +274,11 @@ def _check_pipeline(request: PlanRequest) -> None:
             f"chunks has {num_stages} stages: name the {num_stages - 1} modules with which the others than the first "
             f"begin.",
         )
-    refused = {
-        'plan.sync = "parameter_server"': request.sync == "parameter_server",
-        "plan.sequence_parallel": request.sequence_parallel,
-    }
-    for what, is_asked in refused.items():
-        if is_asked:
-            raise PlanError(
-                "E265", f"{what} with plan.pp = {request.pp} is not built. Leave it out, or set plan.pp=1."
-            )
+    if request.sync == "parameter_server":
+        raise PlanError(
+            "E265",
+            f'plan.sync = "parameter_server" with plan.pp = {request.pp} is not built. Leave it out, or set plan.pp=1.',
+        )
 
 
 def _check_ownership(policy: ShardingPolicy) -> None:

@@ -154,6 +154,26 @@ class CutRegion:
 
 
 @dataclass(frozen=True)
+class TokenChain:
+    """Where ranks have a part of the tokens (sequence parallelism).
+
+    Attributes:
+        blocks: names of all that runs on it.
+        last: the module behind which tokens are whole again; None: the head makes them so.
+    """
+
+    blocks: tuple[str, ...]
+    last: str | None
+
+
+def token_range(shape: Sequence[int], size: int, index: int) -> TokenRange:
+    """Which tokens of a hidden state (batch, sequence, ...) one of `size` ranks has; samples where `size` divides."""
+    dim = 0 if shape[0] % size == 0 else 1
+    sizes = even_sizes(shape[dim], size)
+    return dim, (sum(sizes[:index]), sizes[index], sum(sizes))
+
+
+@dataclass(frozen=True)
 class TensorLayout:
     """One rank's part of a model.
 
@@ -168,6 +188,7 @@ class TensorLayout:
         collectives: (module, collective) of one micro-step over the group, forward and backward.
         forwards: (module, collective) for each of these that a module's forward makes.
         partial: parameters of which each rank has the gradient of its tokens alone (sequence parallelism).
+        chain: where ranks have a part of the tokens; None: nowhere.
         warnings: texts with W201 about uneven chunks, W203 about what is on every rank.
         region: changes while the model runs: what of its tensors is cut just now.
     """
@@ -182,6 +203,7 @@ class TensorLayout:
     collectives: tuple[tuple[str, str], ...] = ()
     forwards: tuple[tuple[str, str], ...] = ()
     partial: frozenset[str] = frozenset()
+    chain: TokenChain | None = None
     warnings: tuple[str, ...] = ()
     region: CutRegion = field(default_factory=CutRegion, compare=False)
 
@@ -303,6 +325,7 @@ class LayoutMaker:
         self._collectives: list[tuple[str, str]] = []
         self._forwards: list[tuple[str, str]] = []
         self._partial: frozenset[str] = frozenset()
+        self._chain: TokenChain | None = None
         self._summed_in_use: set[str] = set()
         self._warnings: dict[str, None] = {}
 
@@ -338,6 +361,10 @@ class LayoutMaker:
         """The gradient of a whole parameter is summed over the group each time that it is used."""
         self._summed_in_use.add(parameter)
         self.call("all_reduce", parameter.rpartition(".")[0])
+
+    def cuts_tokens(self, chain: TokenChain) -> None:
+        """Ranks have a part of the tokens in `chain`."""
+        self._chain = chain
 
     def is_partial(self, parameters: Iterable[str]) -> None:
         """Each rank has the gradient of its tokens alone; they are summed once a step."""
@@ -383,6 +410,7 @@ class LayoutMaker:
             collectives=tuple(sorted(self._collectives)),
             forwards=tuple(sorted(self._forwards)),
             partial=self._partial,
+            chain=self._chain,
             warnings=tuple(self._warnings),
             region=self.region,
         )

@@ -61,6 +61,7 @@ class Evaluation:
             with ExitStack() as stack:
                 for scope in (*scopes, prepared.part.forward):
                     stack.enter_context(scope())
+                self.reader.start_stage(prepared, stage)
                 run.forward(self.holder)
             if number == len(stages) - 1:
                 total, count = run.loss()

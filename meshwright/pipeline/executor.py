@@ -223,6 +223,7 @@ class PipelineExecutor:
             if self.watch is not None:
                 calls = {tape.calls[i].module: tape.calls[i].number for i in reversed(stages[stage].calls)}
                 stack.enter_context(self.watch(m, calls))
+            self.reader.start_stage(batch, stages[stage])
             run.forward(self._holder)
         now.runs[stage, m] = run
         if stage == self.schedule.num_stages - 1:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.ops import PipelineGroups
+from meshwright.layout.tensor_layout import TensorLayout
 from meshwright.nested import tensors_in
 from meshwright.pipeline.cut import Cut, Stage, make_stages
 from meshwright.pipeline.part import Part
@@ -26,15 +27,24 @@ from meshwright.pipeline.redistribute import (
     with_one_more,
 )
 from meshwright.pipeline.tape import Tape
+from meshwright.pipeline.tokens import CutTokens, cut_tokens
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What every stage does for batches of one shape; `dims`: of values that are cut on their way, that of samples."""
+    """What every stage does for batches of one shape.
+
+    Attributes:
+        tape: of all stages, with shapes of this rank.
+        stages: what each makes, gets and hands on.
+        dims: of values that are cut on their way to unlike places, that of samples.
+        tokens: which values ranks of `plan.sequence_parallel` have in part.
+    """
 
     tape: Tape
     stages: list[Stage]
     dims: Mapping[int, int]
+    tokens: CutTokens
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ class Reader:
 
     Attributes:
         cut_batch: this rank's part of a batch.
+        layout: this rank's part of matrices and tokens; None: it has them whole.
     """
 
     def __init__(
@@ -107,6 +118,7 @@ class Reader:
         self._groups, self._placement = groups, placement
         self._shapes: dict[object, Shape] = {}
         self.cut_batch: Callable[[Any], Part] = Part
+        self.layout: TensorLayout | None = None
 
     def prepared(self, batch: Any, parts: Parts | None, *, training: bool) -> MicroBatch:
         """A batch of this rank, ready to run."""
@@ -124,8 +136,14 @@ class Reader:
             if wanted:
                 taller = self.twin.record(self._loss, with_one_more(batch), training=training)
                 dims = sample_dims(tape, taller, wanted, num_samples_in(batch))
-            self._shapes[key] = Shape(tape, stages, dims)
+            tape, tokens = cut_tokens(tape, self.layout or TensorLayout(1, 0))
+            self._shapes[key] = Shape(tape, stages, dims, tokens)
         return self._shapes[key]
+
+    def start_stage(self, batch: MicroBatch, stage: Stage) -> None:
+        """Before a forward: whether its first modules get a part of the tokens; other micro-batches were between."""
+        if self.layout is not None:
+            self.layout.region.tokens = batch.shape.tokens.of_stage(stage)
 
 
 def signature_of(batch: Any) -> object:

@@ -52,6 +52,7 @@ class Pipeline:
         assert groups is not None, "a pipeline has ranks along it"
         if num_microbatches is not None:
             schedule = schedule_of(self.of_run, num_microbatches)
+        self.reader.layout = engine.tensor_layout
         shared = {n: p for n, p in self.plan.holders.items() if len(p) > 1}
         return PipelineExecutor(
             self.reader,

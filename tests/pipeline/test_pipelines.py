@@ -176,6 +176,14 @@ def test_ranks_of_a_stage_agree_on_what_they_issue_over_tp(verifier):
         ("llama", "pp=2,tp=2,zero=1", 8, {}),
         ("gpt", "pp=2,tp=2,schedule=zb-h1", 4, {}),
         ("gpt", "pp=2,tp=2,zero=3", 8, {}),
+        ("gpt", "pp=2,tp=2,sequence_parallel=true,micro_batch=2", 8, {"global_batch": 8}),
+        (
+            "gpt",
+            "pp=2,tp=2,sequence_parallel=true,micro_batch=3,zero=3,recompute=full",
+            8,
+            {"global_batch": 12},
+        ),
+        ("llama", "pp=2,tp=2,sequence_parallel=true,schedule=interleaved,recompute=selective", 4, {}),
         ("gpt", "pp=2,cp=2,tp=2", 8, {}),
         ("gpt", "pp=2,cp=2,zero=3", 8, {}),
         ("llama", "pp=2,cp=2,zero=3,schedule=interleaved", 4, {}),  # the first stage has no attention
