@@ -15,7 +15,9 @@ from meshwright.verification.job import Functions
 from tests.training.test_deciding import make_costs
 from tests.training.test_kept_plan import PLAN, write
 
-GIVEN = ("plan.mode=auto", "plan.processes=2", "train.global_batch=8", "plan.pp=2")
+# No shape that the planner knows.
+MODEL = "model.source=py:some.module:function"
+GIVEN = (MODEL, "plan.mode=auto", "plan.processes=2", "train.global_batch=8", "plan.pp=2")
 
 
 @pytest.fixture
@@ -55,12 +57,12 @@ def test_a_plan_is_decided_before_ranks_train_and_written_down(started, capsys):
 
 def test_a_run_that_goes_on_keeps_its_plan(started, capsys):
     write(Path("runs/mine"), 2, PLAN)
-    given = ["plan.mode=auto", "plan.processes=4", "train.global_batch=8", "save.dir=runs/mine"]
+    given = [MODEL, "plan.mode=auto", "plan.processes=4", "train.global_batch=8", "save.dir=runs/mine"]
     launch_config(load_config(None, given), json_output=False, resume="auto")
     launch_config(load_config(None, given), json_output=False, resume="runs/mine/ckpt/step-00000002")
     assert started == ["4 train ('blocks.3',)"] * 2
     assert "kept from step-00000002" in capsys.readouterr().out
-    given[1] = "plan.processes=2"
+    given[2] = "plan.processes=2"
     launch_config(load_config(None, given), json_output=False, resume="auto")
     assert started[2] == "2 measure", "other processes are planned anew"
 
