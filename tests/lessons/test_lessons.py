@@ -12,7 +12,7 @@ import torch
 from meshwright.cli.learn import find_lessons
 from meshwright.errors import ConfigError
 from meshwright.launching.verify import job_of
-from meshwright.lessons import lesson_13, parity
+from meshwright.lessons import lesson_13, lesson_14, parity
 from meshwright.lessons.pictures import bars, log_bars, stacked_bytes
 from meshwright.verification.job import Functions
 from tests.parity.verifying import Verifier
@@ -311,3 +311,22 @@ def test_lesson_11_composes_meshes(run_lesson):
     assert len(times) == 4
     assert min(times.values()) >= best
     assert times["tp=16"] > 1.2 * times["tp=8"]
+
+
+def test_lesson_14_tells_equal_losses_from_unequal_ones():
+    losses = {"1 process": [4.0, 3.0], "2 processes": [4.0, 3.0000001], "torchrun": [4.0, 3.0000001]}
+    assert "equal to the last bit in 2 steps" in lesson_14.compare(losses)
+    assert "worst 3.3e-08" in lesson_14.compare(losses)
+    with pytest.raises(AssertionError, match="started differently"):
+        lesson_14.compare({**losses, "torchrun": [4.0, 3.0]})
+    with pytest.raises(AssertionError, match=r"1 and 2 processes differ by 2.5e-01"):
+        lesson_14.compare({**losses, "1 process": [4.0, 4.0]})
+
+
+@pytest.mark.parity
+def test_lesson_14_starts_one_run_in_four_ways(capsys):
+    lesson_14.main()
+    output = capsys.readouterr().out
+    assert "#SBATCH --ntasks-per-node=2" in output
+    assert "✓ 3 ways to start 2 ranks: equal to the last bit in 4 steps" in output
+    assert re.search(r"✓ 1 process: equal but for the order of sums, worst \d", output)
