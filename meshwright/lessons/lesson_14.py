@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -36,7 +35,7 @@ zero = 1
 [save]
 every = "1000 steps"
 """
-# What SLURM tells each task: who it is, how many there are, where.
+# What SLURM tells each task.
 _SRUN = f"""\
 #!/usr/bin/env bash
 shift
@@ -47,6 +46,8 @@ for rank in $(seq 0 {NUM_RANKS - 1}); do
 done
 for pid in "${{pids[@]}}"; do wait "$pid" || exit 1; done
 """
+# Not inside another job; the first arguments are a folder of programs and a free port.
+_ALONE = 'unset ${!SLURM_@}; chmod +x srun; PATH=.:$1:$PATH MASTER_PORT=$2 exec "${@:3}"'
 
 
 def main() -> None:
@@ -54,7 +55,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("run.toml").write_text(_RUN_FILE)
         Path("srun").write_text(_SRUN)
-        Path("srun").chmod(0o755)
         script = slurm("run.toml", nodes=1, processes_per_node=NUM_RANKS, time="1:00:00").script
         Path("job.sh").write_text(script)
         print("1. One run file:\n\n" + indent(_RUN_FILE, "   "))
@@ -80,11 +80,9 @@ def ways() -> dict[str, tuple[str, ...]]:
 def _losses(way: str, command: tuple[str, ...]) -> list[float]:
     """The loss of each step of one way."""
     print(f"   {way:13} {' '.join(Path(part).name for part in command)}", flush=True)
-    own = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-    own["PATH"] = os.pathsep.join((".", str(Path(sys.executable).parent), own["PATH"]))
-    own |= {"MASTER_PORT": str(choose_port(None)), "GLOO_SOCKET_IFNAME": "lo"}
     before = set(Path().glob("**/metrics.jsonl"))
-    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    own = (str(Path(sys.executable).parent), str(choose_port(None)), *command)
+    done = subprocess.run(("bash", "-c", _ALONE, "_", *own), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (written,) = set(Path().glob("**/metrics.jsonl")) - before
     return [json.loads(line)["loss"] for line in written.read_text().splitlines() if '"loss"' in line]
