@@ -12,7 +12,8 @@ import typer
 
 from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
-from meshwright.reporting.figures import Figure, figures_of
+from meshwright.reporting.figure import Figure
+from meshwright.reporting.figures import figures_of
 from meshwright.reporting.page import as_page
 from meshwright.reporting.reading import RunData, read_run
 from meshwright.reporting.verdict import verdict

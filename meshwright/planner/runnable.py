@@ -49,8 +49,6 @@ def why_not_trainable(work: Workload, layout: Layout) -> str:
         return "stages of half layers are not built in train"
     if layout.pipeline_inside:
         return "the rank order tp, pp, cp, dp is not built in train"
-    if layout.schedule == "dualpipe" and layout.pp > 1:
-        return "dualpipe is drawn and counted, but not built in train"
     if work.model.num_experts:
         return "experts are not built in train"
     dp = max(1, layout.dp * layout.micro_batch)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from meshwright.reporting.figure import NO_RESULT, Figure, Missing
+from meshwright.reporting.predicted import prediction
 from meshwright.reporting.reading import RunData, is_number
 from meshwright.reporting.svg import Bar, Box, bars, curve, rows_over_time
 from meshwright.schedule.catalogue import make_schedule
@@ -25,43 +26,12 @@ _MIB = 1 << 20
 _MEANING = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One drawing with its data.
-
-    Attributes:
-        anchor: stable name of the place in the page.
-        title: what it is of.
-        help: one sentence on how to read it.
-        drawing: SVG; empty for a table alone.
-        columns: of the table.
-        rows: of the table.
-        num_marks: marks (bars, boxes, points of lines) in the drawing.
-    """
-
-    anchor: str
-    title: str
-    help: str
-    drawing: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[object, ...], ...]
-    num_marks: int = 0
-
-
-@dataclass(frozen=True)
-class Missing:
-    """A figure that is not there, and why."""
-
-    anchor: str
-    title: str
-    why: str
-
-
 def figures_of(data: RunData) -> list[Figure | Missing]:
     """All figures of a report, in its order."""
     makers: tuple[Callable[[RunData], Figure | Missing], ...] = (
         memory,
         peaks,
+        prediction,
         breakdown,
         schedule,
         communication,
@@ -82,7 +52,7 @@ def memory(data: RunData) -> Figure | Missing:
     anchor, title = "memory", "Memory of a rank, predicted over measured"
     ledger = (data.result or {}).get("memory_bytes")
     if data.result is None:
-        return Missing(anchor, title, _no_result())
+        return Missing(anchor, title, NO_RESULT)
     if not isinstance(ledger, Mapping):
         return Missing(anchor, title, "no ledger is kept under tp and pp.")
     predicted, measured = ledger["predicted"], ledger["measured"]
@@ -113,7 +83,7 @@ def peaks(data: RunData) -> Figure | Missing:
     anchor, title = "peaks", "Peak memory of each rank"
     values = (data.result or {}).get("peak_memory_bytes")
     if not values:
-        return Missing(anchor, title, _no_result())
+        return Missing(anchor, title, NO_RESULT)
     rows: list[tuple[str, int]] = [(f"rank {rank}", value) for rank, value in enumerate(values)]
     if len(rows) > MOST_RANKS:
         by_size = sorted(rows, key=lambda row: row[1])
@@ -140,7 +110,7 @@ def breakdown(data: RunData) -> Figure | Missing:
     anchor, title = "breakdown", "Where the time of a step goes"
     result = data.result
     if result is None:
-        return Missing(anchor, title, _no_result())
+        return Missing(anchor, title, NO_RESULT)
     seconds, mfu, hfu = (result.get(name) for name in ("step_seconds_median", "mfu", "hfu"))
     if not seconds or not is_number(mfu):
         return Missing(
@@ -229,7 +199,7 @@ def communication(data: RunData) -> Figure | Missing:
     anchor, title = "communication", "Communication by group and operation"
     entries: Sequence[Mapping[str, Any]] | None = (data.result or {}).get("communication")
     if entries is None:
-        return Missing(anchor, title, _no_result())
+        return Missing(anchor, title, NO_RESULT)
     if not entries:
         return Missing(anchor, title, "this run asked nothing of the network.")
     rows = tuple((e["group"], e["operation"], e["calls"], e["bytes"]) for e in entries)
@@ -405,14 +375,8 @@ def environment(data: RunData) -> Figure | Missing:
     anchor, title = "environment", "Environment"
     found = (data.result or {}).get("environment")
     if not found:
-        return Missing(anchor, title, _no_result())
+        return Missing(anchor, title, NO_RESULT)
     return Figure(anchor, title, "What rank 0 ran on.", "", ("what", "value"), tuple(found.items()))
-
-
-def _no_result() -> str:
-    return (
-        "the folder's result.json does not say it: the run goes on, ended early, or is of an older version."
-    )
 
 
 def _bytes(value: float) -> str:

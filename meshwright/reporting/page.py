@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from meshwright.reporting.figures import Figure, Missing, figures_of
+from meshwright.reporting.figure import Figure, Missing
+from meshwright.reporting.figures import figures_of
 from meshwright.reporting.reading import RunData
 from meshwright.reporting.verdict import comparison, verdict
 

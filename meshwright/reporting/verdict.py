@@ -47,6 +47,10 @@ def _speed(data: RunData) -> str:
     if not result.get("step_seconds_median"):
         return ""
     text = f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_seconds_median']:.3g} s a step"
+    said = result.get("prediction")
+    if said:
+        change = result["step_seconds_median"] / said["step_seconds"] - 1
+        text += f" ({abs(change):.0%} {'above' if change > 0 else 'below'} the plan's)"
     mfu = result.get("mfu")
     return f"{text}, {mfu:.1%} MFU" if is_number(mfu) else f"{text}, MFU unknown"
 

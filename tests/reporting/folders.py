@@ -37,6 +37,14 @@ RESULT: dict[str, Any] = {
         "measured": {"weights": 4 << 20, "optimizer": 9 << 20, "communication": 512, "host": 0},
         "peak_at": None,
     },
+    "prediction": {
+        "step_seconds": 0.4,
+        "step_error": -0.2,
+        "step_parts": {"compute": 0.3, "recompute": 0.1, "bubble": 0.1, "tensor": 0.0},
+        "memory_bytes": {"weights": 3 << 20, "peak": 5 << 20},
+        "memory_error": -1 / 6,
+        "runs_before": 2,
+    },
     "communication": [
         {"group": "dp", "operation": "all_gather", "calls": 7, "bytes": 7 << 20},
         {"group": "pp", "operation": "send", "calls": 48, "bytes": 3 << 20},

@@ -10,7 +10,8 @@ import subprocess
 
 import pytest
 
-from meshwright.reporting.figures import Figure, figures_of
+from meshwright.reporting.figure import Figure
+from meshwright.reporting.figures import figures_of
 from meshwright.reporting.page import as_page
 from meshwright.reporting.reading import read_run
 from tests.reporting.folders import make_folder

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from meshwright.reporting.figures import MOST_BOXES, MOST_POINTS, Figure, Missing, figures_of
+from meshwright.reporting.figure import Figure, Missing
+from meshwright.reporting.figures import MOST_BOXES, MOST_POINTS, figures_of
 from meshwright.reporting.page import as_page
 from meshwright.reporting.reading import read_run
 from meshwright.reporting.verdict import verdict
@@ -35,8 +36,8 @@ def test_the_page_is_whole_and_asks_for_nothing(page):
 
 def test_sections_stand_in_the_order_of_the_design(page):
     assert list(page.sections) == [
-        "memory", "peaks", "breakdown", "schedule", "communication", "loss", "gradient-norm", "learning-rate",
-        "mfu", "throughput", "verify", "configuration", "environment",
+        "memory", "peaks", "prediction", "breakdown", "schedule", "communication", "loss",
+        "gradient-norm", "learning-rate", "mfu", "throughput", "verify", "configuration", "environment",
     ]  # fmt: skip
 
 
@@ -111,7 +112,8 @@ def test_what_a_folder_lacks_is_said_and_not_drawn(folder):
     data = read_run(folder)
     absent = {figure.anchor for figure in figures_of(data) if isinstance(figure, Missing)}
     assert absent == {
-        "memory", "peaks", "breakdown", "schedule", "communication", "verify", "configuration", "environment"
+        "memory", "peaks", "prediction", "breakdown", "schedule", "communication",
+        "verify", "configuration", "environment",
     }  # fmt: skip
     drawn = Page(as_page([data])).sections
     assert all(drawn[name].marks == 0 and "Not shown: " in drawn[name].text for name in absent)
@@ -135,10 +137,20 @@ def test_an_unknown_peak_gives_no_breakdown(folder):
     assert "the device's peak is unknown" in found.text
 
 
+def test_what_a_plan_said_stands_beside_what_was_measured(folder):
+    found = Page(as_page([read_run(folder)])).sections["prediction"]
+    for text in ("predicted 0.4 s", "measured 0.5 s", "+20% of what was predicted, after 2 runs"):
+        assert text in found.text
+    rest = {name: value for name, value in RESULT.items() if name != "prediction"}
+    (folder / "result.json").write_text(json.dumps(rest))
+    assert "nothing was predicted" in Page(as_page([read_run(folder)])).sections["prediction"].text
+
+
 def test_the_verdict_says_how_it_went(folder):
     assert verdict(read_run(folder)) == (
         "6 steps with pp2 1f1b · zero1x2 · micro 4 x accumulate 4 · fp32: loss 5.5000 → 3.0000, held-out 3.5000; "
-        "2,048 tokens/s, 0.5 s a step, 40.0% MFU; memory 13.0 MiB a rank, 8.3% above prediction; "
+        "2,048 tokens/s, 0.5 s a step (25% above the plan's), 40.0% MFU; "
+        "memory 13.0 MiB a rank, 8.3% above prediction; "
         "NOT equal to one device, first in gradients."
     )
 
