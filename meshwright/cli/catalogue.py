@@ -1123,6 +1123,20 @@ CATALOGUE = (
         "Nothing; the message says what it lacks.",
     ),
     CodeEntry(
+        "W285",
+        "a host that was not measured",
+        "CPU processes of a host differ too much for a table, so that plans for them are priced by what was measured: "
+        "blocks of the model's shape, collectives, what a step costs beside them. Here round figures are taken.",
+        "Install the extra train, so that `meshwright plan` can measure; or take times as a ranking at best.",
+    ),
+    CodeEntry(
+        "W286",
+        "a plan that was far off",
+        "The step took more than a third longer or shorter than the plan said. The next plan on this host has learned "
+        "from it; other programs on the machine, or another number of threads, have the same effect.",
+        "Measure anew on a quiet machine with `meshwright doctor --measure`, and plan again.",
+    ),
+    CodeEntry(
         "W401",
         "ranks of one host communicate by Gloo",
         "They could share memory, which is several times faster, but for what the message names: another processor "

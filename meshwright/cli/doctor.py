@@ -24,7 +24,7 @@ CLUSTER_FILE = Path("cluster.toml")
 
 
 def doctor(
-    measure: Annotated[bool, typer.Option("--measure", help="Time products; write cluster.toml.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Time this host; write cluster.toml.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """This machine, and what would stop a run."""
@@ -36,15 +36,36 @@ def doctor(
     if not json_output:
         print("\n".join(_lines(machine, environment, problems)), flush=True)
     measured = measure_machine() if measure else None
+    host = None
     if measured is not None:
         CLUSTER_FILE.write_text(cluster_toml(machine, measured), encoding="utf-8")
+        host = _measure_host(machine)
     if json_output:
         report: dict[str, object] = {**dataclasses.asdict(machine), "environment": environment}
-        report |= {"problems": problems, "measured": measured}
+        report |= {
+            "problems": problems,
+            "measured": measured,
+            "host_file": None if host is None else str(host),
+        }
         print_json(report)
     elif measured is not None:
         print("\n".join(_measured_lines(measured)))
-        print(f"wrote {CLUSTER_FILE}")
+        print(
+            f"wrote {CLUSTER_FILE}"
+            + ("" if host is None else f" and {host}, by which plans for this host are priced")
+        )
+
+
+def _measure_host(machine: Machine) -> Path | None:
+    """Time what CPU ranks of this host do beside a model's own products, anew; None where ranks would be GPUs."""
+    if machine.gpus:
+        return None
+    from meshwright.launching.this_host import host_file, measure_anew
+    from meshwright.training.config import default_cache_dir
+
+    cache = default_cache_dir()
+    measure_anew(cache)
+    return host_file(cache)
 
 
 def measure_machine() -> dict[str, object]:

@@ -10,22 +10,15 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from meshwright.launching.gpus import Gpu, find_gpus
+
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One accelerator as its driver names it."""
-
-    name: str
-    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -71,25 +64,6 @@ def inspect_machine(folder: Path) -> Machine:
         shared_memory_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None,
         disk_free_bytes=shutil.disk_usage(folder).free,
         loopback=can_bind(0),
-    )
-
-
-def find_gpus() -> tuple[Gpu, ...]:
-    """The accelerators nvidia-smi lists; none where it is absent, fails or takes over 10 s."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_gpus(done.stdout)
-
-
-def parse_gpus(listing: str) -> tuple[Gpu, ...]:
-    """Rows `name, MiB` of nvidia-smi; a memory it cannot tell counts as 0."""
-    rows = (line.rpartition(",") for line in listing.splitlines() if "," in line)
-    return tuple(
-        Gpu(name.strip(), int(mebibytes) * 2**20 if mebibytes.strip().isdigit() else 0)
-        for name, _, mebibytes in rows
     )
 
 

@@ -110,7 +110,12 @@ def warnings_of(found: Plans) -> list[str]:
     if fastest is not first and not first.obstacle:
         gain = 100 * (1 - fastest.predicted.step.total / first.predicted.step.total)
         texts.append(f"W284 a plan that train does not run today is {gain:.0f} % faster: {fastest.obstacle}")
-    if not first.predicted.is_fitted:
+    if machine == "cpu" and found.request.cluster.host is None:
+        texts.append(
+            "W285 this host was not measured for the model: nominal figures are taken. With torch installed "
+            "`meshwright plan` measures; `meshwright doctor --measure` does it anew"
+        )
+    elif not first.predicted.is_fitted:
         texts.append(
             f"W281 {machine} has no constants of its own yet: those of the nearest machine are taken"
         )
@@ -131,6 +136,7 @@ def _text(found: Plans, seconds: float, tokens: float | None, price: float | Non
         f"cluster  {where.num_devices:,} x {where.machine.name}    {_cluster_text(where)}",
         f"batch    {work.global_batch:,} x {work.seq_len:,} = {work.global_batch * work.seq_len / 1e6:.3g} M tokens "
         f"a step · {found.best.layout.precision} compute, fp32 state",
+        *_host_lines(where),
         f"searched {found.searched:,} in {seconds:.1f} s: {found.priced:,} priced · {refused}",
         f"    {'plan':52s} {'step':>9s} {'tok/s/GPU':>9s} {'MFU':>6s}  peak of {usable:.1f} GiB"
         + (f"  {'days':>6s} {'cost':>9s}" if tokens else ""),
@@ -151,6 +157,22 @@ def _text(found: Plans, seconds: float, tokens: float | None, price: float | Non
         "the predicted time, 9 of 10 within 18 %.",
         f'wrote {out}     next: meshwright explain "1 vs 2"',
     ]
+    return lines
+
+
+def _host_lines(where: Cluster) -> list[str]:
+    """What is known of this host, and what runs taught."""
+    if where.host is None:
+        return []
+    own = where.host
+    lines = [
+        f"host     {own.name}, measured: {own.cores} cores · {own.process_bytes / 2**20:.0f} MiB a process"
+    ]
+    taught = own.learned
+    if taught.runs:
+        ratios = {name: value for name, value in asdict(taught).items() if name != "runs"}
+        text = " · ".join(f"{name} x {value:.2f}" for name, value in ratios.items())
+        lines.append(f"learned  {text}   from {taught.runs} runs here, measured over predicted")
     return lines
 
 

@@ -22,7 +22,7 @@ from meshwright.launching.deciding import with_plan
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.launching.planned import Planned, cache_of, planned
-from meshwright.launching.recording import line_of, recorded
+from meshwright.launching.recording import lines_of, recorded
 from meshwright.training.config import DEFAULT, Resolved, RunConfig, load_config
 from meshwright.training.console import Console
 from meshwright.training.planning import local_world_size, plan_of
@@ -49,7 +49,8 @@ def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None =
         MeshwrightError: see `run_local`, and what training raises.
     """
     worker = is_worker(os.environ)
-    found = planned(resolved, world_size=_world_size(os.environ) if worker else None)
+    size = _world_size(os.environ) if worker else None
+    found = planned(resolved, world_size=size, num_gpus=num_gpus(os.environ))
     resolved = found.resolved
     for line in found.lines:
         print(line, file=sys.stderr if json_output else sys.stdout)
@@ -77,8 +78,7 @@ def _recorded(result: dict[str, Any], plan: Planned, *, json_output: bool) -> di
     if not result:
         return result
     whole = recorded(result, plan, cache=cache_of(plan.resolved))
-    line = line_of(whole)
-    if line is not None:
+    for line in lines_of(whole):
         print(line, file=sys.stderr if json_output else sys.stdout)
     return whole
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from meshwright.errors import ConfigError, PlanError
-from meshwright.launching.this_host import located
+from meshwright.launching.gpus import local_cluster
+from meshwright.launching.this_host import located, num_cores
 from meshwright.planner.asking import ask, sections_of
 from meshwright.planner.plans import Plans, describe, make_plans
 from meshwright.planner.request import Request
@@ -47,12 +48,13 @@ class Planned:
     runs: int = 0
 
 
-def planned(resolved: Resolved, *, world_size: int | None) -> Planned:
+def planned(resolved: Resolved, *, world_size: int | None, num_gpus: int = 0) -> Planned:
     """The configuration with the plan of `plan.lock`, or the best one under `plan.mode = "auto"`.
 
     Args:
         resolved: the configuration.
         world_size: processes that a launcher has started; None: this one starts them.
+        num_gpus: of this host.
 
     Raises:
         MeshwrightError: what `take` and `make_plans` raise; E294 for a plan of another number of processes.
@@ -61,15 +63,22 @@ def planned(resolved: Resolved, *, world_size: int | None) -> Planned:
         return _taken(resolved, resolved.config.plan.lock, world_size)
     if resolved.config.plan.mode != "auto" or world_size is not None:
         return Planned(resolved)
-    request = _question(resolved)
+    request = _question(resolved, num_gpus)
     return Planned(resolved) if request is None else _found(resolved, make_plans(request))
 
 
-def _question(resolved: Resolved) -> Request | None:
-    """What the planner is asked; None where the model has no shape that it knows."""
+def _question(resolved: Resolved, num_gpus: int) -> Request | None:
+    """What the planner is asked; None where the model or the machine has no figures that it knows."""
     sections = sections_of(resolved)
+    given: dict[str, object] = {}
+    if "cluster" not in sections.get("plan", {}):
+        processes = resolved.config.plan.processes or num_gpus or num_cores()
+        cluster = local_cluster(processes) if num_gpus else f"{processes}xcpu"
+        if cluster is None:
+            return None
+        given["cluster"] = cluster
     try:
-        request = ask(sections, {"processes": resolved.config.plan.processes or 1})
+        request = ask(sections, given)
     except ConfigError as error:
         if error.code in _NOT_PLANNED:
             return None

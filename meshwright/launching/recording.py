@@ -22,6 +22,7 @@ from meshwright.planner.experience import (
 
 # As `training/result_file.py` has it, which needs torch.
 _RESULT = "result.json"
+_FAR_OFF = 1 / 3
 
 
 def recorded(result: Mapping[str, Any], plan: Planned, *, cache: Path) -> dict[str, Any]:
@@ -61,17 +62,23 @@ def recorded(result: Mapping[str, Any], plan: Planned, *, cache: Path) -> dict[s
     return whole
 
 
-def line_of(result: Mapping[str, Any]) -> str | None:
-    """Predicted beside measured, in words; None where nothing was predicted."""
+def lines_of(result: Mapping[str, Any]) -> list[str]:
+    """Predicted beside measured, in words; none where nothing was predicted."""
     said = result.get("prediction")
     if said is None:
-        return None
+        return []
     seconds, measured = result["step_seconds_median"], max(result["peak_memory_bytes"])
-    return (
+    lines = [
         f"plan   step {seconds:.3g} s, predicted {said['step_seconds']:.3g} ({said['step_error']:+.0%})   peak "
         f"{measured / 2**20:,.0f} MiB a rank, predicted {said['memory_bytes']['peak'] / 2**20:,.0f} "
         f"({said['memory_error']:+.0%})"
-    )
+    ]
+    if abs(seconds / said["step_seconds"] - 1) > _FAR_OFF:
+        lines.append(
+            f"W286 the step took {seconds / said['step_seconds']:.2f} x what the plan said. The next plan here has "
+            "learned from it; on a quiet machine `meshwright doctor --measure` measures anew"
+        )
+    return lines
 
 
 def _seconds(entry: Mapping[str, object]) -> float:

@@ -66,12 +66,24 @@ def known_host(cache: Path) -> HostProfile | None:
         ) from error
 
 
-def measured_host(cache: Path, work: Workload | None, processes: int) -> HostProfile:
+def measure_anew(cache: Path) -> HostProfile:
+    """This host without any model; what was known of it, and what runs taught, is forgotten.
+
+    Raises:
+        WorkerError: a measuring process failed.
+    """
+    host = _measure_machine()
+    _keep(cache, host)
+    experience_file(host_file(cache)).unlink(missing_ok=True)
+    return host
+
+
+def measured_host(cache: Path, work: Workload, processes: int) -> HostProfile:
     """This host with the parts of `work` on `processes` ranks; what is not known yet is measured now, and kept.
 
     Args:
         cache: folder of the file.
-        work: a model and its batch; None: the machine alone.
+        work: a model and its batch.
         processes: ranks that plans may have.
 
     Raises:
@@ -80,10 +92,7 @@ def measured_host(cache: Path, work: Workload | None, processes: int) -> HostPro
     """
     host = known_host(cache)
     if host is None:
-        host = _measure_machine()
-        _keep(cache, host)
-    if work is None:
-        return host
+        host = measure_anew(cache)
     blocks, heads, attends = shapes_of(work, processes)
     blocks = [shape for shape in blocks if not host.knows([shape.key])]
     heads = [shape for shape in heads if not host.knows([shape.key])]

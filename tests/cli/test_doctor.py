@@ -9,6 +9,8 @@ from meshwright.cli import doctor
 from meshwright.cli.main import app
 from meshwright.cli.measurement import measure
 from meshwright.errors import WorkerError
+from meshwright.launching.this_host import known_host
+from meshwright.presets.host import HostProfile
 
 MEASURED = {
     "device": "NVIDIA H200",
@@ -20,11 +22,14 @@ MEASURED = {
     "copy_bytes_per_second": 1e10,
     "peak_flops_per_second": {},
 }
+HOST = HostProfile("here", 2, 1 << 30, 1 << 20, 1e-3, 1e-3, 1e-3, 1e-3, 1e-9, 1e-9, ())
 
 
 @pytest.fixture
 def invoke(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("meshwright.launching.this_host._measure_machine", lambda: HOST)
     return lambda *arguments: CliRunner().invoke(app, ["doctor", *arguments])
 
 
@@ -54,7 +59,9 @@ def test_measured_machine_is_written_as_a_cluster(invoke, monkeypatch, tmp_path)
     assert cluster["machine"]["flops"]["fp32"] == pytest.approx(2 * 512**3 / 4e-3, rel=1e-5)
     assert [row["size"] for row in cluster["products"]] == [256, 512]
     assert " 50.0% of the best product here" in result.stdout
-    assert "wrote cluster.toml" in result.stdout
+    kept = tmp_path / "cache" / "meshwright"
+    assert f"wrote cluster.toml and {kept}" in result.stdout
+    assert known_host(kept) == HOST
 
 
 def test_share_of_a_known_peak(invoke, monkeypatch):

@@ -3,7 +3,8 @@ import socket
 
 import pytest
 
-from meshwright.cli.machine import Gpu, can_bind, find_gpus, find_problems, inspect_machine, parse_gpus
+from meshwright.cli.machine import can_bind, find_problems, inspect_machine
+from meshwright.launching.gpus import Gpu, find_gpus, parse_gpus
 
 
 @pytest.fixture

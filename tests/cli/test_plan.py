@@ -4,7 +4,10 @@ import sys
 
 import pytest
 
+from meshwright.cli.plan import warnings_of
 from meshwright.errors import ConfigError
+from meshwright.planner.asking import ask
+from meshwright.planner.plans import make_plans
 from meshwright.presets.hf_config import read_hf_config
 
 LLAMA = {
@@ -64,3 +67,9 @@ def test_config_json_without_a_shape(tmp_path):
         with pytest.raises(ConfigError, match="E287") as caught:
             read_hf_config(path)
         assert text in caught.value.message
+
+
+def test_a_host_that_was_not_measured_is_said():
+    run = {"model": {"source": "preset:gpt-nano"}}
+    (text,) = warnings_of(make_plans(ask(run, {"cluster": "2xcpu"})))
+    assert text.startswith("W285 this host was not measured")
