@@ -212,6 +212,8 @@ class Case:
         kept &= SUBJECTS[self.subject].has
         if self.schedule not in CHUNKED:
             kept -= {"skip connections"}  # too few stages for one that only hands values on
+        if self.schedule == "zb-v":
+            kept -= {"shared weights"}  # the first stage and the last are on one rank
         return frozenset({"stages", *kept, *(need for need, met in by_plan.items() if met)})
 
     def _offers_of_cut_layers(self) -> frozenset[str]:

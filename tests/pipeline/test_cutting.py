@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.models.hf_loss import causal_lm_loss
 from meshwright.pipeline.build import plan_pipeline
 from meshwright.pipeline.cut import Cut, balanced_cut, make_stages, named_cut, uneven_warning
 from meshwright.pipeline.prune import holders_of, prune
@@ -89,6 +90,38 @@ def test_what_needs_the_batch_alone_is_made_by_every_stage_that_uses_it():
     assert [name for name, _ in model.named_parameters()][1:] == [
         f"encoder.1.{name}" for name in ("norm.weight", "norm.bias", "mix.weight", "mix.bias")
     ]
+
+
+def _make_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def _make_gemma() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=4))
+
+
+SIZES = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("make", [_make_llama, _make_gemma])
+def test_models_whose_rotary_angles_are_made_once_are_cut(make):
+    """pitfall: tracers split models with rotary embeddings and Gemma 2 at most with wrong arguments."""
+    with torch.device("meta"):
+        model = make()
+    tape = tape_of(model, causal_lm_loss, {"input_ids": torch.randint(31, (2, 7))})
+    cut, _ = balanced_cut(tape, 2, model="model")
+    first, second = make_stages(tape, cut)
+    # Cosines and sines are made once, on the first stage, and no gradient of them comes back.
+    travels = {tape.values[n].shape: tape.values[n].needs_grad for n in second.receives}
+    assert travels == {(1, 7, 8): False, (2, 7, 32): True}
+    assert {tape.calls[i].anchor for i in second.calls} >= {"model.layers.2", "model.norm", "lm_head"}
+    assert not set(first.calls) & {i for i in second.calls if tape.calls[i].module}
 
 
 def test_memory_that_is_changed_in_place_stays_on_one_stage():

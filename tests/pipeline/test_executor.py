@@ -12,8 +12,36 @@ from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.schedule.action import COMPUTE
 from meshwright.training.assemble import shard_model
 from meshwright.training.stages import make_pipeline
-from tests.pipeline.models import Uneven
+from tests.pipeline.models import EncoderDecoder, Pairs, Uneven, pair_loss
 from tests.verification.models import Rows, loss_of_labels
+
+
+def _left_open(world: Any) -> tuple[int, int]:
+    """(messages of a step, those that nobody has waited for)."""
+    device, pairs = torch.device("cpu"), Pairs(101, 7)
+    plan = make_plan(PlanRequest(pp=2, micro_batch=2, transport="gloo"), world_size=2, global_batch=6)
+    torch.manual_seed(0)
+    model = EncoderDecoder(101)
+    mesh = Mesh.of_plan(plan, world.world, log=world.log, device=device)
+    groups = mesh.data_groups()
+    pipeline = make_pipeline(model, pair_loss, pairs, plan, groups, device=device)
+    assert pipeline is not None
+    engine = shard_model(
+        model, plan, groups, device=device, initialiser=None, dropout="native", pipeline=pipeline
+    )
+    batches = [torch.utils.data.default_collate([pairs[2 * m], pairs[2 * m + 1]]) for m in range(3)]
+    engine.start_step()
+    executor = pipeline.executor(engine)
+    executor.run(engine, lambda m: batches[m], divisor=1.0, step=0)
+    return sum(executor.num_messages.values()), len(groups.all.log.in_flight)
+
+
+def test_every_message_is_waited_for(ranks) -> None:
+    """pitfall: of several works that carry the values of one message, only one is waited for.
+
+    Two values for each of three micro-batches and their gradients; the shared table, and what got a gradient of it.
+    """
+    assert ranks.run(_left_open, 2) == [(3 * 2 * 2 + 2 * 2, 0)] * 2
 
 
 def _timed(world: Any, schedule: str) -> tuple[list[str], list[tuple[str, float, float, float]]]:
