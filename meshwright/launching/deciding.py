@@ -50,7 +50,11 @@ def decide_locally(config: RunConfig, processes: int, functions: Functions | Non
 
 
 def with_plan(
-    resolved: Resolved, *, processes: int, place: Path | None = None
+    resolved: Resolved,
+    *,
+    processes: int,
+    place: Path | None = None,
+    functions: Functions | None = None,
 ) -> tuple[Resolved, tuple[str, ...]]:
     """What `resolved` says with its plan decided, each key with its reason, and lines for people.
 
@@ -58,9 +62,10 @@ def with_plan(
         resolved: the configuration.
         processes: local ranks.
         place: where the checkpoint is from which the run goes on; its plan is kept if it can be.
+        functions: the model, loss and data where they are given as Python objects.
     """
     kept = None if place is None else kept_plan(resolved.config, place, world_size=processes)
-    decision = kept or decide_locally(resolved.config, processes)
+    decision = kept or decide_locally(resolved.config, processes, functions)
     origins = dict(resolved.origins)
     origins |= {f"plan.{key}": f"auto: {reason}" for key, reason in decision.reasons.items()}
     origins["plan.mode"] = f"auto ({resolved.origins['plan.mode']})"

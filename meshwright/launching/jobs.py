@@ -7,6 +7,7 @@ name. Knows nothing of how workers are kept or of what training does.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import runpy
 import signal
@@ -16,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
 from meshwright.checkpoint.folder import ResumeFrom, find_checkpoints, run_of
 from meshwright.errors import EXIT_OK, CheckpointError
 from meshwright.launching.deciding import with_plan
@@ -23,9 +26,10 @@ from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.launching.planned import Planned, cache_of, planned
 from meshwright.launching.recording import lines_of, recorded
-from meshwright.training.config import DEFAULT, Resolved, RunConfig, load_config
+from meshwright.training.config import DEFAULT, Resolved, RunConfig
 from meshwright.training.console import Console
 from meshwright.training.planning import local_world_size, plan_of
+from meshwright.verification.job import Functions
 
 if TYPE_CHECKING:
     from meshwright.comm.mesh import World
@@ -34,13 +38,20 @@ if TYPE_CHECKING:
 RUN_DIR_VARIABLE = "MESHWRIGHT_RUN_DIR"
 
 
-def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None = None) -> dict[str, Any]:
+def launch_config(
+    resolved: Resolved,
+    *,
+    json_output: bool,
+    resume: str | None = None,
+    functions: Functions | None = None,
+) -> dict[str, Any]:
     """Train what `resolved` says: on local workers, or in this process if a launcher started it as a worker.
 
     Args:
         resolved: the configuration.
         json_output: write lines for people to standard error.
         resume: `auto`, or a run folder or checkpoint to go on from; None: a fresh start.
+        functions: the model, loss and data where they are Python objects.
 
     Returns:
         Rank 0's result; an empty dict on the other ranks of torchrun or SLURM.
@@ -58,17 +69,18 @@ def launch_config(resolved: Resolved, *, json_output: bool, resume: str | None =
         processes = local_world_size(resolved.config, num_gpus=num_gpus(os.environ))
         if resolved.config.plan.mode == "auto":
             place = _resumed_place(resolved, resume, worker=False)
-            resolved, lines = with_plan(resolved, processes=processes, place=place)
+            resolved, lines = with_plan(resolved, processes=processes, place=place, functions=functions)
             for line in lines:
                 print(line, file=sys.stderr if json_output else sys.stdout)
         plan_of(resolved.config, world_size=processes)  # a plan that cannot run starts no process
     run_dir, resume_from = _run_dir(resolved, resume, worker=worker)
+    call = None if functions is None else cloudpickle.dumps(functions)
     if worker:
-        result = _train_here(resolved.config, run_dir, resume_from, json_output=json_output)
+        result = _train_here(resolved.config, call, run_dir, resume_from, json_output=json_output)
         return _recorded(result, found, json_output=json_output)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "resolved.toml").write_text(resolved.as_toml())
-    target = partial(_train, resolved.config, json_output, resume_from)
+    target = partial(_train, resolved.config, call, json_output, resume_from)
     result = run_local(target, processes=processes, run_dir=run_dir)[0]
     return _recorded(result, found, json_output=json_output)
 
@@ -129,28 +141,6 @@ def _resumed_place(resolved: Resolved, resume: str | None, *, worker: bool) -> P
 
 def _new_dir(name: Path, *, worker: bool) -> Path:
     return name.with_name(f"{name.name}-{job_name(os.environ)}") if worker else make_run_dir(name)
-
-
-def train(source: str | Path | RunConfig, *overrides: str, resume: str | None = None) -> dict[str, Any]:
-    """Train from Python: `meshwright.train("run.toml", "plan.zero=1", "plan.processes=2")`.
-
-    Args:
-        source: a run file, or a configuration.
-        *overrides: texts `a.b=c`, for a run file.
-        resume: `auto`, or a run folder or checkpoint to go on from.
-
-    Returns:
-        The contract's result, as `meshwright train --json` prints it.
-
-    Raises:
-        MeshwrightError: as the command line prints it.
-    """
-    if isinstance(source, RunConfig):
-        values = source.model_dump(mode="json", exclude_unset=True)
-        resolved = load_config(None, overrides, built_in=values, built_in_name="RunConfig")
-    else:
-        resolved = load_config(Path(source), overrides)
-    return launch_config(resolved, json_output=True, resume=resume)
 
 
 def launch_script(path: Path, *, processes: int, arguments: list[str]) -> int:
@@ -230,16 +220,21 @@ def num_gpus(environment: Mapping[str, str]) -> int:
 
 
 def _train(
-    config: RunConfig, json_output: bool, resume: ResumeFrom | None, world: World, context: WorkerContext
+    config: RunConfig,
+    call: bytes | None,
+    json_output: bool,
+    resume: ResumeFrom | None,
+    world: World,
+    context: WorkerContext,
 ) -> dict[str, Any]:
     """The target of local workers."""
     descriptor = context.error_fd if json_output else context.output_fd
     stream = None if descriptor is None else open(descriptor, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
-    return _run_worker(config, world, context.run_dir, Console(stream), resume)
+    return _run_worker(config, call, world, context.run_dir, Console(stream), resume)
 
 
 def _train_here(
-    config: RunConfig, run_dir: Path, resume: ResumeFrom | None, *, json_output: bool
+    config: RunConfig, call: bytes | None, run_dir: Path, resume: ResumeFrom | None, *, json_output: bool
 ) -> dict[str, Any]:
     # Imported here, for they need torch: a launcher must not load it, and only this process is a worker.
     from meshwright.comm.mesh import current_world
@@ -252,12 +247,13 @@ def _train_here(
     asked: list[int] = []
     if config.save.every is not None:  # else there is nothing that the time before SIGKILL is good for
         signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
-    result = _run_worker(config, world, run_dir, Console(stream), resume, lambda: bool(asked))
+    result = _run_worker(config, call, world, run_dir, Console(stream), resume, lambda: bool(asked))
     return result if world.rank == 0 else {}
 
 
 def _run_worker(
     config: RunConfig,
+    call: bytes | None,
     world: World,
     run_dir: Path,
     console: Console,
@@ -267,8 +263,15 @@ def _run_worker(
     # Imported here because it needs torch, which a launcher must not load.
     from meshwright.training.loop import run_worker
 
+    task = None
+    if call is not None:
+        from meshwright.verification.subject import make_task_of
+
+        task = partial(make_task_of, functions=pickle.loads(call), with_flops=True)
     try:
-        return run_worker(config, world=world, run_dir=run_dir, console=console, resume=resume, stop=stop)
+        return run_worker(
+            config, world=world, run_dir=run_dir, console=console, resume=resume, stop=stop, make=task
+        )
     finally:
         console.close()
 

@@ -16,7 +16,7 @@ from meshwright.training.config import RunConfig
 from meshwright.training.deciding import decide, decided, sizes_to_measure
 from meshwright.training.kept_plan import kept_plan
 from meshwright.training.measured import Measured, agreed
-from meshwright.training.task import Task, make_task
+from meshwright.training.task import Task
 
 
 def agree_on_plan(
@@ -25,6 +25,7 @@ def agree_on_plan(
     *,
     device: torch.device,
     resume: ResumeFrom | None,
+    make: Callable[[RunConfig], Task],
     say: Callable[[str], None],
 ) -> RunConfig:
     """The configuration with a plan that all connected ranks have decided alike; every rank calls.
@@ -34,6 +35,7 @@ def agree_on_plan(
         world: all ranks.
         device: where this rank computes.
         resume: where the checkpoint is from which the run goes on; its plan is kept if it can be, as rank 0 sees it.
+        make: the model, its loss and its data.
         say: takes lines for people.
 
     Raises:
@@ -44,7 +46,7 @@ def agree_on_plan(
     kept = None if resume is None else kept_plan(config, resume.place, world_size=world.size)
     decision = share_values(kept)[0]
     if decision is None:
-        mine = measure_rank(config, make_task(config), world, device=device)
+        mine = measure_rank(config, make(config), world, device=device)
         decision = decide(config, agreed(share_values(mine)), world_size=world.size)
     for line in decision.lines:
         say(line)

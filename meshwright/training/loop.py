@@ -66,7 +66,7 @@ from meshwright.training.slices import on_slice
 from meshwright.training.stages import Pipeline, make_pipeline
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
-from meshwright.training.task import make_task, model_numbers
+from meshwright.training.task import Task, make_task, model_numbers
 from meshwright.training.tree import cast_batch
 
 
@@ -87,6 +87,7 @@ def run_worker(
     console: Console,
     resume: ResumeFrom | None = None,
     stop: Callable[[], bool] = lambda: False,
+    make: Callable[[RunConfig], Task] | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of `world`; the contract's result on every rank.
 
@@ -97,15 +98,17 @@ def run_worker(
         console: where rank 0 prints; a console without a stream elsewhere.
         resume: where to look for a checkpoint to go on from; None: a fresh start.
         stop: whether this process has been asked to stop; then all ranks finish the step, save and return.
+        make: the model, its loss and its data; None: what the configuration names.
     """
+    make = make or make_task
     device = choose_device(config, world)
     log = CommLog(world.rank, world.size, ring_path(run_dir / "events", world.rank))
     # The watchdog must speak before the transport gives up by itself.
     connect(world, device=device, timeout_seconds=2 * config.train.watchdog + 60)
     try:
         with Watchdog(log, limit_seconds=config.train.watchdog, folder=run_dir, world_size=world.size):
-            config = agree_on_plan(config, world, device=device, resume=resume, say=console.line)
-            run = Run(config, world, run_dir=run_dir, console=console, device=device, log=log)
+            config = agree_on_plan(config, world, device=device, resume=resume, make=make, say=console.line)
+            run = Run(config, world, run_dir=run_dir, console=console, device=device, log=log, make=make)
             with closing(run.mesh):
                 return run.train(resume, stop)
     finally:
@@ -125,6 +128,7 @@ class Run:
         console: Console,
         device: torch.device,
         log: CommLog,
+        make: Callable[[RunConfig], Task] = make_task,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
@@ -138,7 +142,7 @@ class Run:
         self.mesh = Mesh.of_plan(self.plan, world, log=log, device=device)
         self.groups = self.mesh.data_groups()
         self.group = self.groups.all
-        self.task = make_task(config)
+        self.task = make(config)
         self.context = context_scope(self.plan, self.groups)
         self.executor: PipelineExecutor | None = None
         self.subject = subject_of(self.task, self.plan)
@@ -347,7 +351,9 @@ class Run:
         self._use_geometry(replace(self._geometry(), first_sample=offset))
         now = run_facts(config, self.plan, self.state, self.batches.geometry)
         described = self.plan.describe()
-        for text in resume_lines(self.resumed, now, world_size=self.group.size, described=described):
+        for text in resume_lines(
+            self.resumed, now, world_size=self.groups.everyone.size, described=described
+        ):
             self.console.line(text)
         if self.total_steps is not None and self.state.step >= self.total_steps:
             self.console.line(f"resume nothing is left to do: train.stop_at is {config.train.stop_at}")

@@ -10,6 +10,7 @@ import resource
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from meshwright.nested import map_tensors
 from meshwright.sharding.memory import give_memory
 from meshwright.training.config import RunConfig
 from meshwright.training.determinism import prepare
-from meshwright.training.flops import FlopsPerSample
+from meshwright.training.flops import FlopsPerSample, count_flops
 from meshwright.training.initialise import call_build, first_values
 from meshwright.training.normaliser import sum_and_count
 from meshwright.training.precision import MASTER_DTYPES, check_runs, to_master
@@ -80,12 +81,21 @@ def make_subject(job: VerifyJob) -> Task:
     return make_task_of(job.config, job.functions)
 
 
-def make_task_of(config: RunConfig, functions: Functions | None) -> Task:
-    """The task of `functions`, or without them of `config`; raises as `make_subject`."""
+def make_task_of(config: RunConfig, functions: Functions | None, *, with_flops: bool = False) -> Task:
+    """The task of `functions`, or without them of `config`; raises as `make_subject`.
+
+    Args:
+        config: of the run.
+        functions: the model, loss and data.
+        with_flops: count those of `functions`, for a run that reports its utilisation.
+    """
     prepare(seed=config.train.seed, deterministic=config.train.deterministic)
     if functions is None:
         return make_task(config)
-    return _task_of(functions, seed=config.train.seed, precision=config.plan.precision)
+    task = _task_of(functions, seed=config.train.seed, precision=config.plan.precision)
+    if not with_flops or any(parameter.is_meta for parameter in task.model.parameters()):
+        return task
+    return replace(task, flops=count_flops(task.model, task.loss, [task.train_data[0]]))
 
 
 def _task_of(functions: Functions, *, seed: int, precision: Precision) -> Task:

@@ -12,10 +12,11 @@ from meshwright.launching import jobs, launch_config, launch_script
 from meshwright.training.config import load_config
 
 
-def _run_worker(config, *, world, run_dir, console, resume, stop) -> dict[str, object]:
+def _run_worker(config, *, world, run_dir, console, resume, stop, make) -> dict[str, object]:
     """Stands for the training loop, which has tests of its own."""
     console.line(f"rank {world.rank} speaks")
     assert resume is None
+    assert make is None
     assert not stop()
     return {"run_dir": str(run_dir), "world_size": world.size, "seed": config.train.seed}
 

@@ -9,6 +9,7 @@ import torch
 from meshwright.training import auto
 from meshwright.training.agreeing import agree_on_plan
 from meshwright.training.config import RunConfig, load_config
+from meshwright.training.task import make_task
 from tests.pipeline.models import Uneven
 from tests.verification.models import Rows, loss_of_labels
 
@@ -24,7 +25,9 @@ def decide_here(mesh, config: RunConfig, may_measure: bool) -> tuple[object, lis
     if not may_measure:
         auto.measure_rates = None  # type: ignore[assignment]
     try:
-        found = agree_on_plan(config, mesh.world, device=torch.device("cpu"), resume=None, say=lines.append)
+        found = agree_on_plan(
+            config, mesh.world, device=torch.device("cpu"), resume=None, make=make_task, say=lines.append
+        )
     finally:
         auto.measure_rates = measure
     return found.plan, lines

@@ -1,0 +1,118 @@
+"""`meshwright.train` of Python objects: a model, its loss and its data become a run."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import meshwright
+from meshwright.errors import ConfigError, DoesNotFitError, PlanError
+from meshwright.launching import deciding, from_python, jobs
+from meshwright.training.config import RunConfig, load_config
+from meshwright.training.measured import Measured
+from tests.pipeline.models import Images, UNet, pixel_loss
+from tests.training.test_deciding import make_costs
+from tests.verification.models import Rows, loss_of_labels
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path) -> list:
+    """(configuration, functions or None) of each run that would have been started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    found: list = []
+
+    def train(target, *, processes, run_dir):
+        config, call, _, resume = target.args
+        found.append((config, None if call is None else pickle.loads(call), processes, resume))
+        return [{"steps": 1}]
+
+    def measure(target, *, processes, run_dir):
+        assert target.args[1] is not None, "functions travel to the ranks that measure, too"
+        return [Measured(make_costs(), "", None)] * processes
+
+    monkeypatch.setattr(jobs, "run_local", train)
+    monkeypatch.setattr(deciding, "run_local", measure)
+    return found
+
+
+def test_a_model_with_its_loss_and_data(launched):
+    data = Images()
+    options = {"plan": "auto", "processes": 2, "global_batch": 8, "stop_at": "3 steps"}
+    meshwright.train(UNet, "plan.pp=2", loss=pixel_loss, data=data, out=Path("here"), **options)
+    ((config, functions, processes, resume),) = launched
+    assert (functions.build, functions.loss, processes, resume) == (UNet, pixel_loss, 2, None)
+    assert len(functions.data) == len(data)
+    assert (config.plan.mode, config.plan.pp, config.plan.stages) == ("given", 2, ("layers.3",))
+    assert (str(config.train.stop_at), config.save.dir) == ("3 steps", Path("here"))
+    assert config.model.source == "py:tests.pipeline.models:UNet"
+
+
+def test_a_module_travels_with_its_weights(launched):
+    model = UNet()
+    meshwright.train(model, loss=lambda m, b: pixel_loss(m, b), data=Images(), plan="zero=1,dp=1")
+    ((config, functions, _, _),) = launched
+    assert functions.build().head.weight.equal(model.head.weight)
+    assert (config.plan.zero, config.plan.mode) == (1, "given")
+
+
+def test_run_files_and_configurations_as_before(launched, tmp_path):
+    Path("run.toml").write_text("[train]\nseed = 5\n")
+    meshwright.train("run.toml", "plan.zero=1", processes=2, resume="auto")
+    meshwright.train(RunConfig.model_validate({"train": {"seed": 6}}), plan="zero=2")
+    assert [(c.train.seed, c.plan.zero, f) for c, f, _, _ in launched] == [(5, 1, None), (6, 2, None)]
+
+
+def test_a_model_alone_is_not_enough(launched):
+    with pytest.raises(ConfigError, match=r"E111 meshwright.train\(type\) needs loss= and data= as well"):
+        meshwright.train(UNet, loss=pixel_loss)
+    assert launched == []
+    assert from_python.train is meshwright.train
+    assert load_config(None).config.plan.mode == "given"
+
+
+class Branching(nn.Module):
+    """Python looks at a value between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.one(x)
+        return y if y.sum() > 0 else y + self.two(x)
+
+
+@pytest.mark.parity
+def test_a_model_is_planned_trained_and_goes_on(tmp_path):
+    options = {"loss": pixel_loss, "data": Images(), "processes": 2, "global_batch": 8, "out": tmp_path}
+    cached = f"data.cache_dir={tmp_path / 'cache'}"
+    first = meshwright.train(
+        UNet, cached, "save.every=end", plan="mode=auto,pp=2,micro_batch=2", stop_at="2 steps", **options
+    )
+    assert (first["mesh"]["pp"], first["mesh"]["dp"], first["steps"]) == (2, 1, 2)
+    seconds = list((tmp_path / "cache" / "unit-seconds").iterdir())
+    more = meshwright.train(
+        UNet, cached, "save.every=end", plan="auto", stop_at="3 steps", resume="auto", **options
+    )
+    assert (more["mesh"]["pp"], more["steps"]) == (2, 3)
+    assert "kept from step-00000002" in (tmp_path / "resolved.toml").read_text()
+    assert list((tmp_path / "cache" / "unit-seconds").iterdir()) == seconds
+
+
+@pytest.mark.parity
+def test_a_model_that_does_not_fit_or_cannot_be_cut(tmp_path):
+    options = {"loss": pixel_loss, "data": Images(), "processes": 2, "global_batch": 8, "out": tmp_path}
+    cached = f"data.cache_dir={tmp_path / 'cache'}"
+    with pytest.raises(DoesNotFitError, match=r"E277 .* lacks [\d,]+ bytes"):
+        meshwright.train(
+            UNet, cached, 'plan.memory_headroom="99.9999%"', plan="auto", stop_at="2 steps", **options
+        )
+    branching = {**options, "loss": loss_of_labels, "data": Rows(), "stop_at": "2 steps"}
+    assert meshwright.train(Branching, cached, plan="auto", **branching)["mesh"]["dp"] == 2
+    assert "dp = 2  # auto: W272" in (tmp_path / "resolved.toml").read_text()
+    with pytest.raises(PlanError, match=r"E279 plan.pp = 2 .* cannot be cut into stages. E261"):
+        meshwright.train(Branching, cached, plan="mode=auto,pp=2", **branching)
