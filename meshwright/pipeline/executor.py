@@ -70,7 +70,7 @@ class _Step:
     random: dict[tuple[int, int], Callable[[bool], AbstractContextManager[None]]] = field(
         default_factory=dict
     )
-    weights: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
+    weights: dict[tuple[int, int], list[Callable[[], object]]] = field(default_factory=dict)
     position: int = 0
     next_receive: int = 0
     since: tuple[float, float] = (0.0, 0.0)

@@ -235,9 +235,8 @@ class _Recorder(TorchFunctionMode):
             return result
         names = [n for x in held if (n := self._twin.held.get(id(x)))]
         inputs: list[int] = []
-        arguments = pytree.tree_map(
-            lambda leaf: self._argument(leaf, inputs, names, name or func), (args, kwargs)
-        )
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves = [self._argument(leaf, inputs, names, name or func) for leaf in leaves]
         position = len(self._calls)
         # A module's own buffers stay with it, so what it does to them is its own business.
         changes = frozenset(
@@ -248,7 +247,8 @@ class _Recorder(TorchFunctionMode):
             Call(
                 name,
                 func if module is None else None,
-                arguments,
+                tuple(leaves),
+                structure,
                 tuple(dict.fromkeys(inputs)),
                 outputs,
                 tuple(dict.fromkeys(names)),

@@ -69,7 +69,8 @@ class StageRun:
         recording = torch.is_grad_enabled()
         for position, drops in zip(self.stage.calls, self.stage.drops, strict=True):
             call = self.tape.calls[position]
-            args, kwargs = pytree.tree_map(lambda leaf: self._resolve(leaf, holder), call.arguments)
+            leaves = [self._resolve(leaf, holder) for leaf in call.leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, call.structure)
             with torch.set_grad_enabled(recording and call.grad):
                 target = holder.module(call.module) if call.module else call.function
                 assert target is not None

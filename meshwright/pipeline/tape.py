@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from meshwright.errors import PlanError
 
@@ -55,7 +56,8 @@ class Call:
     Attributes:
         module: name of the module that is called; "" for a torch function.
         function: what is called where it is no module.
-        arguments: (positional, by name) in nested containers, with `Slot` and `Held` for tensors.
+        leaves: of its arguments, with `Slot` and `Held` for tensors.
+        structure: the containers (positional, by name) that the leaves are in.
         inputs: numbers of the values it reads.
         outputs: numbers of its tensors, in the order in which they are found in its result; -1 for one known before.
         held: names of parameters and buffers it uses.
@@ -68,7 +70,8 @@ class Call:
 
     module: str
     function: Callable[..., Any] | None
-    arguments: tuple[Any, Any]
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     held: tuple[str, ...] = ()

@@ -465,17 +465,25 @@ class ShardingEngine:
         """A parameter got a gradient on another rank that holds it."""
         self._used.add(name)
 
-    def receiver(self, parameter: nn.Parameter) -> Callable[[Tensor], None] | None:
-        """For a trained parameter: a function that takes a gradient that autograd does not hand over."""
+    def adder(self, parameter: nn.Parameter) -> Callable[[Tensor, Tensor], bool] | None:
+        """For a trained parameter: a function that adds the product of two matrices to its gradient, past autograd.
+
+        Hooks of the parameter do not see it. The gradient is complete when autograd has come to the parameter with
+        nothing, or at the end of the backward. The function returns False, and does nothing, outside of backward. None
+        where the product has another dtype than the sum.
+        """
         for memory in self._trained:
             for position, candidate in enumerate(memory.parameters):
-                if candidate is parameter:
-                    return partial(self._receive, memory, position)
+                if candidate is parameter and not memory.bucket.has_master:
+                    return partial(self._add_product, memory, position)
         return None
 
-    def _receive(self, memory: BucketMemory, position: int, gradient: Tensor) -> None:
-        memory.parameters[position].grad = gradient
-        self._take(memory, position)
+    def _add_product(self, memory: BucketMemory, position: int, left: Tensor, right: Tensor) -> bool:
+        if not self._in_backward:  # e.g. torch.autograd.grad inside the loss: its result is the user's
+            return False
+        self._admit(memory, position)
+        memory.add_product(position, left, right)
+        return True
 
     def lender(self, parameter: nn.Parameter) -> Callable[[], Tensor | None] | None:
         """For a trained parameter: a function that lends the memory where its gradient belongs, in backward.
@@ -503,6 +511,16 @@ class ShardingEngine:
         return self.policy.shards_gradients or self._last
 
     def _take(self, memory: BucketMemory, position: int) -> None:
+        if memory.parameters[position].grad is not None:
+            self._admit(memory, position)
+            memory.take_gradient(position)
+        elif not self._in_backward:
+            return
+        memory.missing.discard(position)  # else it was added past autograd, or there is none
+        if not memory.missing and self._gatherer is None and self._reduces_now:
+            self._reduce_in_order()
+
+    def _admit(self, memory: BucketMemory, position: int) -> None:
         name = memory.bucket.parameters[position].name
         if not self._in_backward:
             raise LoopError(
@@ -518,8 +536,6 @@ class ShardingEngine:
         if memory.gradients is None:
             memory.open(self._gradient_pools[memory])
         self._used.add(name)
-        if memory.take_gradient(position) and self._gatherer is None and self._reduces_now:
-            self._reduce_in_order()
 
     def _reduce_in_order(self) -> None:
         """Start reductions of complete buckets, never one before its predecessors: every rank the same order."""

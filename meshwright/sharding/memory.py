@@ -376,8 +376,8 @@ class BucketMemory:
         # A tensor of its own: autograd takes over a gradient without copying only if nobody else refers to it.
         return self.gradient_views[position].detach()
 
-    def take_gradient(self, position: int) -> bool:
-        """Move a parameter's fresh `.grad` into the flat buffer; whether the bucket is complete now."""
+    def take_gradient(self, position: int) -> None:
+        """Move a parameter's fresh `.grad` into the flat buffer."""
         parameter, view = self.parameters[position], self.gradient_views[position]
         grad = parameter.grad
         assert grad is not None, f"no gradient in the hook of {self.bucket.parameters[position].name}"
@@ -389,8 +389,15 @@ class BucketMemory:
                 view.copy_(grad)
             self.written.add(position)
         parameter.grad = None
-        self.missing.discard(position)
-        return not self.missing
+
+    def add_product(self, position: int, left: Tensor, right: Tensor) -> None:
+        """Add left · right to a parameter's gradient in one pass over it."""
+        view = self.gradient_views[position]
+        if position in self.written:
+            view.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=view)
+        self.written.add(position)
 
     def finish_step_sum(self) -> None:
         """A shard whose unit no rank ran in this step holds the last step's sum: clear it."""

@@ -114,7 +114,7 @@ def pipeline_of(
     along, placement = groups.pipeline, made.schedule.placement
     assert along is not None, "a pipeline has ranks along it"
     reader = Reader(made.twin, made.cut, loss, groups=along, placement=placement)
-    return Pipeline(made, plan, reader, Deferral() if made.schedule.splits_backward else None)
+    return Pipeline(made, plan, reader, Deferral())
 
 
 def _check_owners(plan: TrainPlan, holders: Mapping[str, tuple[int, ...]]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.adapt import linear
 from tests.sharding.harness import accumulate, assemble, gradient_pieces, make_engine
@@ -55,6 +57,66 @@ def test_outputs_may_be_changed_in_place(ranks, policy: str, shape: tuple[int, .
     for rank in range(2):
         for microbatch in range(2):
             _loss(model, rank, microbatch, shape=shape).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(held[name], parameter.grad.flatten(), rtol=1e-12, atol=1e-12)
+
+
+class UsedTwice(nn.Module):
+    """A layer on what needs no gradient and on what does, one with a hook, and gradients of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.hooked = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.hooked.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        y = self.hooked(self.shared(self.shared(x).tanh()) + self.shared(x.flip(-1)).sin())
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (constant,) = torch.autograd.grad(self.shared(x).square().sum(), x)
+        return y + slope.square() + constant
+
+
+def _build_used_twice() -> nn.Module:
+    torch.manual_seed(3)
+    return UsedTwice().double()
+
+
+def _past_autograd(mesh: Any, policy: str, waits: bool) -> Any:
+    model, deferral = _build_used_twice(), linear.Deferral()
+    again = partial(checkpoint, model, use_reentrant=False)
+    engine = make_engine(mesh, model, policy)
+    linear.install(model, engine, (engine, deferral))
+    engine.start_step()
+    for microbatch in range(3):
+        engine.start_microbatch(last=microbatch == 2)
+        total = _loss(model if microbatch else again, mesh.rank, microbatch, shape=(4, 6))
+        if waits:
+            engine.expect_gradients(last=False)
+        engine.start_backward()
+        deferral.is_on = waits
+        total.backward()
+        deferral.is_on = False
+        if waits:
+            engine.expect_gradients(last=microbatch == 2)
+        with torch.no_grad():
+            for make in deferral.take():
+                make()
+        engine.finish_microbatch()
+    return gradient_pieces(engine)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("policy", ["ddp", "zero1"])
+def test_products_past_autograd_sum_with_its_own_and_leave_hooks_alone(
+    ranks, policy: str, waits: bool
+) -> None:
+    held = assemble(ranks.run(_past_autograd, 2, policy, waits))
+    model = _build_used_twice()
+    for rank in range(2):
+        for microbatch in range(3):
+            _loss(model, rank, microbatch, shape=(4, 6)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(held[name], parameter.grad.flatten(), rtol=1e-12, atol=1e-12)
