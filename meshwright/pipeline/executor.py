@@ -84,7 +84,7 @@ class PipelineExecutor:
         groups: the ranks of the pipeline.
         schedule: lowered.
         engine: has this rank's part of the model.
-        deferral: of weight gradients, where the schedule splits backward.
+        deferral: of weight gradients; used where the schedule splits backward.
 
     Attributes:
         randomness: dropout of a part of the model; None: left to torch.
@@ -104,7 +104,7 @@ class PipelineExecutor:
         schedule: Schedule,
         engine: ShardingEngine,
         shared: SharedParameters,
-        deferral: Deferral | None = None,
+        deferral: Deferral,
     ) -> None:
         self.reader, self._groups, self.schedule = reader, groups, schedule
         self._program = schedule.programs[groups.index]
@@ -114,7 +114,8 @@ class PipelineExecutor:
         backward = [a for a in self._program if a.op in ("B", "I", "W")]
         self._last_backward = backward[-1]
         self._holder = Holder(engine.model)
-        self._deferral = None if engine.policy.shards_gradients else deferral
+        self._deferral = deferral
+        self._waits = schedule.splits_backward and not engine.policy.shards_gradients
         self._shared = shared
         self.randomness: Randomness | None = None
         self.scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
@@ -139,7 +140,7 @@ class PipelineExecutor:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients wait for their own pass."""
-        return self._deferral is not None
+        return self._waits
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -238,7 +239,7 @@ class PipelineExecutor:
         run = now.runs.pop((stage, m))
         is_last_stage = stage == self.schedule.num_stages - 1
         gradients = {} if is_last_stage else self._taken(now, "G", action)
-        splits = action.op == "I" and self._deferral is not None
+        splits = action.op == "I" and self._waits
         last = not splits and self._is_last_work(now)
         with self._pass(engine, (stage, m), last=last), ExitStack() as stack:
             self._enter(stack, now, (stage, m), is_forward=False)
@@ -253,11 +254,11 @@ class PipelineExecutor:
 
     def _is_last_work(self, now: _Step) -> bool:
         """Whether the rest of the program has weight gradients alone, which have been made already."""
-        last_op = {"B", "I"} if self._deferral is None else {"B", "I", "W"}
+        last_op = {"B", "I", "W"} if self._waits else {"B", "I"}
         return not any(a.op in last_op for a in self._program[now.position + 1 :])
 
     def _weight_gradients(self, now: _Step, engine: ShardingEngine, action: Action) -> None:
-        if self._deferral is None:
+        if not self._waits:
             return
         key = (action.stage, action.microbatch)
         with self._pass(engine, key, last=action is self._last_backward), torch.no_grad():
@@ -275,7 +276,6 @@ class PipelineExecutor:
 
     @contextmanager
     def _deferred(self, now: _Step, key: tuple[int, int]) -> Iterator[None]:
-        assert self._deferral is not None
         self._deferral.is_on = True
         try:
             yield

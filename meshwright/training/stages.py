@@ -38,13 +38,13 @@ class Pipeline:
         plan: of the stages.
         of_run: the plan of the run.
         reader: makes micro-batches.
-        deferral: of weight gradients, where the schedule splits backward.
+        deferral: of weight gradients, which are added up past autograd.
     """
 
     plan: PipelinePlan
     of_run: TrainPlan
     reader: Reader
-    deferral: Deferral | None
+    deferral: Deferral
 
     def executor(self, engine: ShardingEngine, *, num_microbatches: int | None = None) -> PipelineExecutor:
         """What runs the stages of `engine`, the sharded part of the model; None: the plan's micro-batches."""
