@@ -6,6 +6,7 @@ Owns the options and the text. Must not import torch.
 from __future__ import annotations
 
 import csv
+import gzip
 import sys
 from dataclasses import asdict
 from importlib.resources import files
@@ -17,11 +18,14 @@ import typer
 from meshwright.cli.output import print_json
 from meshwright.errors import EXIT_DOES_NOT_FIT, ConfigError
 from meshwright.presets import find_model
+from meshwright.schedule.draw import as_svg
 from meshwright.simulation.job import Cluster, Layout, Workload, check_job, num_microbatches
+from meshwright.simulation.pipeline import planned_pipeline
 from meshwright.simulation.prediction import Prediction, predict
 from meshwright.simulation.published import Row
 from meshwright.simulation.reading import layout_of, parse_cluster, parse_layout, read_run
 from meshwright.simulation.scoring import Calls, Errors, calls, errors_by_source, score_rows, skipped
+from meshwright.simulation.trace import as_trace
 
 _SHIPPED = "published_runs.csv"
 _NEEDED = ("hardware", "gpus", "hidden", "layers", "seq_len", "global_batch")
@@ -39,6 +43,8 @@ def simulate(  # noqa: PLR0913 - each is an option of the command
         str | None, typer.Option(help='A table of published runs; "shipped" is our own.')
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where the table with predictions goes.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the pipeline, event by event.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="The same for Perfetto: .json or .json.gz.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Price one plan, or a table of published runs."""
@@ -51,14 +57,34 @@ def simulate(  # noqa: PLR0913 - each is an option of the command
     check_job(work, layout, where)
     found = predict(work, layout, where)
     warnings = _warnings(found, work, where)
+    drawn = _draw(work, layout, where, svg=svg, trace=trace) if svg or trace else {}
     if json_output:
-        print_json({**found.to_json(), "warnings": warnings})
+        print_json({**found.to_json(), **drawn, "warnings": warnings})
     else:
         print(_text(found, work, where))
+        if drawn:
+            seconds, waiting = drawn["pipeline_seconds"], drawn["pipeline_bubble"]
+            files = " ".join(str(path) for path in (svg, trace) if path)
+            print(f"events   {seconds:.4g} s of pipeline, {waiting:.1%} of it waiting · wrote {files}")
     for warning in warnings:
         print(warning, file=sys.stderr)
     if not found.fits:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _draw(
+    work: Workload, layout: Layout, where: Cluster, *, svg: Path | None, trace: Path | None
+) -> dict[str, float]:
+    """Files of the plan's pipeline; seconds of it and the part that ranks wait, event by event."""
+    if layout.pp == 1:
+        raise ConfigError("E283", "plan.pp=1 has no pipeline to draw; take pp=2 or more, or leave --svg out")
+    made = planned_pipeline(work, layout, where)
+    if svg is not None:
+        svg.write_text(as_svg(made.schedule, made.machinery.durations), encoding="utf-8")
+    if trace is not None:
+        written = as_trace(made.lowered, made.timeline, made.machinery).encode()
+        trace.write_bytes(gzip.compress(written, mtime=0) if trace.suffix == ".gz" else written)
+    return {"pipeline_seconds": made.timeline.seconds, "pipeline_bubble": made.timeline.bubble}
 
 
 def _read(

@@ -159,8 +159,9 @@ def describe(layout: Layout) -> str:
     """Short text for people: `pp4 1f1b · tp8 · zero1x16 · micro 2`."""
     shares = layout.num_shards if layout.zero else layout.dp * layout.cp
     chunks = f" x {layout.chunks} chunks" if layout.chunks > 1 else ""
+    halves = " of half layers" if layout.half_layers else ""
     words = [
-        f"pp{layout.pp} {layout.schedule}{chunks}" if layout.pp > 1 else "",
+        f"pp{layout.pp} {layout.schedule}{chunks}{halves}" if layout.pp > 1 else "",
         f"tp{layout.tp}" if layout.tp > 1 else "",
         f"cp{layout.cp} {layout.cp_kind}" if layout.cp > 1 else "",
         (f"zero{layout.zero}x{shares}" if layout.zero else f"dp{layout.dp}")

@@ -146,8 +146,10 @@ def _variants(request: Request, mesh: Layout, *, every: bool) -> list[tuple[bool
     # Where whole layers divide with embedding and head counted as one each, neither way of cutting is always better.
     is_even = (layers + 2) % mesh.pp == 0
     cut_halves = [True, False] if halves and (every or is_even) else [halves]
+    if "half_layers" in request.fixed:
+        cut_halves = [mesh.pp > 1 and bool(request.fixed["half_layers"])]
     return [
-        (first, second, first != parallel[0] or (second != halves and not is_even))
+        (first, second, first != parallel[0] or (second != cut_halves[0] and not is_even))
         for first in parallel
         for second in cut_halves
     ]

@@ -20,6 +20,7 @@ from meshwright.simulation.job import Attention, Cluster, ContextKind, Layout, R
 # Keys of a plan, and the field of a layout where its name is another.
 _KEYS = {
     **{key: key for key in ("dp", "tp", "pp", "cp", "zero", "sequence_parallel", "schedule", "chunks")},
+    "half_layers": "half_layers",
     **{key: key for key in ("recompute", "micro_batch", "precision", "attention", "cp_kind")},
     "hsdp": "shard",
 }
@@ -182,7 +183,7 @@ def _checked(key: str, value: object) -> object:
                 "E283", f"plan.{key}={value!r} cannot be priced; take one of {', '.join(words)}"
             )
         return value
-    if key == "sequence_parallel":
+    if key in ("sequence_parallel", "half_layers"):
         if not isinstance(value, bool):
             raise ConfigError("E283", f"plan.{key}={value!r}: write true or false")
         return value

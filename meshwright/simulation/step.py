@@ -145,11 +145,11 @@ def step_seconds(
     pieces = pieces or pieces_of(work, layout, cluster, fit)
     layer, head = pieces.layer, pieces.head
     m = num_microbatches(work, layout)
-    weights = _weights_seconds(layout, fit, layer, pieces.sharing)
+    weights = weights_seconds(layout, fit, layer, pieces.sharing)
     one = layer.compute + layer.tensor + layer.context + weights
     layers, extra = slowest_stage(work.model.num_layers, layout, one, head)
     # Of a mean stage: the slowest one's own time is in the micro-batches.
-    mean = _passes(layer, weights, work.model.num_layers / layout.pp, head / layout.pp)
+    mean = passes_seconds(layer, weights, work.model.num_layers / layout.pp, head / layout.pp)
     return StepSeconds(
         compute=m * (layers * layer.compute + extra),
         recompute=m * layers * layer.again,
@@ -178,7 +178,9 @@ def slowest_stage(num_layers: int, layout: Layout, one: float, head: float) -> t
     return (last, head) if last * one + head > full * one else (full, 0.0)
 
 
-def _passes(layer: LayerSeconds, weights: float, layers: float, head: float) -> tuple[float, float, float]:
+def passes_seconds(
+    layer: LayerSeconds, weights: float, layers: float, head: float
+) -> tuple[float, float, float]:
     """Forward, gradients of inputs and of weights of `layers` layers and a part of the head, one micro-batch.
 
     What is not hidden of communication is waited for half in forward, half with gradients of inputs; the head's
@@ -202,7 +204,7 @@ def one_message_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: C
     return message_seconds(cluster, fit, num_bytes, stride=pipeline_stride(layout))
 
 
-def _weights_seconds(layout: Layout, fit: Calibration, layer: LayerSeconds, sharing: Sharing) -> float:
+def weights_seconds(layout: Layout, fit: Calibration, layer: LayerSeconds, sharing: Sharing) -> float:
     """What a layer and micro-batch wait for weights of zero3, beside its computation."""
     if not sharing.gather:
         return 0.0

@@ -1,6 +1,7 @@
 """`meshwright simulate`: its text, its JSON, its exit codes."""
 
 import csv
+import gzip
 import json
 import subprocess
 import sys
@@ -125,3 +126,22 @@ def test_no_torch_is_imported():
         [sys.executable, "-c", code, *GPT3, *PLAN], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_pipeline_is_drawn_and_traced(tmp_path):
+    svg, trace = tmp_path / "pipeline.svg", tmp_path / "step.json.gz"
+    job = ("simulate", "gpt3-175b", "--cluster", "128xa100", "--batch", "16")
+    code, text, _ = run(*job, "--plan", "tp=8,pp=16", "--svg", str(svg), "--trace", str(trace), "--json")
+    assert code == 0
+    found = json.loads(text)
+    parts = found["step_parts"]
+    assert found["pipeline_seconds"] > parts["compute"]
+    assert 0 < found["pipeline_bubble"] < 1
+    assert svg.read_text().count("<rect") > 16 * 16 * 2
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(16))
+    _, listing, _ = run(*job, "--plan", "tp=8,pp=16", "--svg", str(svg))
+    assert f"of it waiting · wrote {svg}" in listing
+    _, _, error = run(*job, "--plan", "tp=8", "--svg", str(svg))
+    assert error.code == "E283"
+    assert "plan.pp=1 has no pipeline to draw; take pp=2 or more" in error.message

@@ -1,0 +1,66 @@
+"""The pipeline of a priced plan, event by event: its schedule with seconds of each stage, run by the simulator.
+
+What `meshwright/simulation/step.py` gives in closed form for equal stages is here with stages as they are cut: unlike
+numbers of layers, and the head on the last one. The step's end (gradients, optimizer) is not in it.
+Simplifications: a message takes its time and holds nobody up; ranks of a stage are one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.presets.calibration import calibration_of
+from meshwright.schedule.action import Schedule
+from meshwright.schedule.catalogue import make_schedule
+from meshwright.schedule.lower import Extras, lower
+from meshwright.schedule.timing import Durations
+from meshwright.simulation.job import Cluster, Layout, Workload, num_microbatches
+from meshwright.simulation.machinery import Machinery, Wire
+from meshwright.simulation.step import passes_seconds, pieces_of, weights_seconds
+from meshwright.simulation.timeline import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """Attributes: the order; the order with messages; seconds of stages and messages; what happens when."""
+
+    schedule: Schedule
+    lowered: Schedule
+    machinery: Machinery
+    timeline: Timeline
+
+
+def planned_pipeline(work: Workload, layout: Layout, cluster: Cluster) -> PlannedPipeline:
+    """Run the pipeline of a plan with more than one stage."""
+    assert layout.pp > 1, "one stage is no pipeline"
+    fit = calibration_of(cluster.machine)
+    pieces = pieces_of(work, layout, cluster, fit)
+    schedule = make_schedule(
+        layout.schedule,
+        layout.pp,
+        num_microbatches(work, layout),
+        num_chunks=layout.chunks if layout.schedule == "interleaved" else None,
+    )
+    counts = layers_of_stages(work.model.num_layers, schedule.num_stages, halves=layout.half_layers)
+    heads = (*(0.0 for _ in counts[1:]), pieces.head)
+    weights = weights_seconds(layout, fit, pieces.layer, pieces.sharing)
+    stages = [
+        passes_seconds(pieces.layer, weights, count, head) for count, head in zip(counts, heads, strict=True)
+    ]
+    forward, inputs, weight_gradients = zip(*stages, strict=True)
+    machinery = Machinery(Durations(forward, inputs, weight_gradients), Wire(latency=pieces.message))
+    lowered = lower(schedule, Extras(reduces=False))
+    return PlannedPipeline(schedule, lowered, machinery, simulate(lowered, machinery))
+
+
+def layers_of_stages(num_layers: int, num_stages: int, *, halves: bool = False) -> tuple[float, ...]:
+    """Layers of each stage, as `stage_layers` counts: equal, or one less at both ends, or the rest on the first."""
+    if halves:
+        return tuple(count / 2 for count in layers_of_stages(2 * num_layers, num_stages))
+    if num_layers % num_stages == 0:
+        return (float(num_layers // num_stages),) * num_stages
+    if (num_layers + 2) % num_stages == 0:
+        full = float((num_layers + 2) // num_stages)
+        return (full - 1, *(full for _ in range(num_stages - 2)), full - 1)
+    small, more = divmod(num_layers, num_stages)
+    return tuple(float(small + (stage < more)) for stage in range(num_stages))
