@@ -6,16 +6,23 @@ whole, so a model with unknown operations is only split less. Sizes of a batch a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from meshwright.graph.formula import Formula
-from meshwright.graph.task_graph import Ref, Task, TaskGraph
-from meshwright.partitioning.axes import Axes, Dim
+from meshwright.graph.task_graph import Ref, Task
+from meshwright.partitioning.axes import Dim
+from meshwright.partitioning.axis_propagation import (
+    Dims,
+    Propagation,
+    Rule,
+    aligned,
+    argument,
+    place_of,
+    tensor_at,
+)
 
-Dims = list[Dim]
 # Elementwise operations; the last dims of their tensors are aligned, and dims of extent 1 stretch.
 _POINTWISE = frozenset(
     {"_to_copy", "abs", "add", "add_", "alias", "bernoulli", "bitwise_and", "bitwise_not", "bitwise_or",
@@ -30,124 +37,19 @@ _POINTWISE = frozenset(
 )  # fmt: skip
 
 
-@dataclass
-class Propagation:
-    """What a graph's operations say about its axes.
-
-    Attributes:
-        graph: captured.
-        axes: found so far.
-        dims: of each value.
-        whole: dims that an operation needs whole, with the reason and the number of its task.
-        sums: dims over which a task sums, with its number.
-        lookups: rows of a table, with the number of the task that looks them up.
-    """
-
-    graph: TaskGraph
-    axes: Axes = field(default_factory=Axes)
-    dims: dict[str, Dims] = field(default_factory=dict)
-    whole: list[tuple[Dim, str, int]] = field(default_factory=list)
-    sums: list[tuple[Dim, int]] = field(default_factory=list)
-    lookups: list[tuple[Dim, int]] = field(default_factory=list)
-    number: int = 0
-
-    def run(self) -> None:
-        """Follow all tasks in order."""
-        first: dict[str, Dims] = {}
-        for value in self.graph.values:
-            if value.kind == "activation":
-                continue
-            # Tied weights are one tensor.
-            dims = first.setdefault(value.storage or value.name, self.fresh(value.name))
-            self.dims[value.name] = dims
-            if value.kind != "parameter":
-                self.need(dims, f"the {value.kind} {value.path or value.name} has it")
-        for number, task in enumerate(self.graph.tasks):
-            self.number = number
-            self._follow(task)
-
-    def shape(self, name: str) -> list[int]:
-        """Extents of a value at capture."""
-        return [extent(self.graph.batch, self.graph.sequence) for extent in self.graph.value[name].shape]
-
-    def fresh(self, name: str) -> Dims:
-        """Dims of a value that nothing is known of."""
-        dims = [self.axes.make(size) for size in self.shape(name)]
-        open_dims = zip(dims, self.graph.value[name].shape, strict=True)
-        self.need([dim for dim, extent in open_dims if extent.constant is None], "it is a size of the batch")
-        return dims
-
-    def need(self, dims: Sequence[Dim], reason: str) -> None:
-        """These dims must be whole."""
-        self.whole += [(dim, reason, self.number) for dim in dims if dim]
-
-    def join(self, left: Dim, right: Dim) -> Dim:
-        """Two dims that go together."""
-        if not self.axes.unite(left, right):
-            self.need([left, right], f"{self.what()} divides it in two ways")
-        return left or right
-
-    def what(self) -> str:
-        """The task at hand, for people."""
-        task = self.graph.tasks[self.number]
-        return f"{task.op.removeprefix('aten.').partition('.')[0]} in {task.path or 'the loss or the root module'}"
-
-    def _follow(self, task: Task) -> None:
-        name = task.op.removeprefix("aten.").partition(".")[0]
-        rule = _RULES.get(name)
-        inputs = [self.dims[x] for x in task.inputs]
-        found: list[Dims] | None = None
-        if name in _POINTWISE:
-            found = [_aligned(self, inputs)]
-        elif rule is not None:
-            found = rule(self, task)
-        if found is None:
-            for dims in inputs:
-                self.need(dims, f"{self.what()} needs it whole")
-            found = []
-        for i, output in enumerate(task.outputs):
-            if not output:
-                continue
-            own = found[i] if i < len(found) else None
-            if own is None or [self.axes.extent(dim) for dim in own] != self.shape(output):
-                for dims in inputs:
-                    self.need(dims, f"{self.what()} needs it whole")
-                own = self.fresh(output)
-                self.need(own, f"{self.what()} makes it whole")
-            self.dims[output] = own
-
-
-def _aligned(p: Propagation, inputs: Sequence[Dims]) -> Dims:
-    """Dims of the result of an elementwise operation."""
-    result: Dims = []
-    for dims in inputs:
-        padded = [()] * (max(len(dims), len(result)) - len(dims)) + list(dims)
-        result = [()] * (len(padded) - len(result)) + result
-        for i, dim in enumerate(padded):
-            result[i] = p.join(result[i], dim) if result[i] and dim else result[i] or dim
-    return result
-
-
-def _tensor(p: Propagation, task: Task, position: int) -> Dims | None:
-    part = task.arguments[position] if position < len(task.arguments) else None
-    return p.dims[part.name] if isinstance(part, Ref) else None
-
-
-def _argument(task: Task, position: int, name: str, default: Any = None) -> Any:
-    if position < len(task.arguments):
-        return task.arguments[position]
-    return dict(task.keywords).get(name, default)
+def _pointwise(p: Propagation, task: Task) -> list[Dims] | None:
+    return [aligned(p, [p.dims[name] for name in task.inputs])]
 
 
 def _view(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
     regrouped = p.axes.regroup(source, p.shape(task.outputs[0]))
     return None if regrouped is None else [regrouped]
 
 
 def _expand(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
     made = p.fresh(task.outputs[0])
     padded = [()] * (len(made) - len(source)) + source
@@ -155,7 +57,7 @@ def _expand(p: Propagation, task: Task) -> list[Dims] | None:
 
 
 def _permute(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
     order = task.arguments[1]
     assert isinstance(order, tuple)
@@ -163,46 +65,41 @@ def _permute(p: Propagation, task: Task) -> list[Dims] | None:
 
 
 def _transpose(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
     result = list(source)
     i, j = (
-        _place(part, len(result)) for part in (task.arguments[1:3] if len(task.arguments) > 1 else (-2, -1))
+        place_of(part, len(result)) for part in (task.arguments[1:3] if len(task.arguments) > 1 else (-2, -1))
     )
     result[i], result[j] = result[j], result[i]
     return [result]
 
 
 def _t(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     return None if source is None else [source[::-1]]
 
 
-def _place(dim: Any, count: int) -> int:
-    assert isinstance(dim, int)
-    return dim % count
-
-
 def _unsqueeze(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
-    at = _place(task.arguments[1], len(source) + 1)
+    at = place_of(task.arguments[1], len(source) + 1)
     return [[*source[:at], (), *source[at:]]]
 
 
 def _squeeze(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
-    chosen = _argument(task, 1, "dim", tuple(range(len(source))))
-    places = {_place(d, len(source)) for d in (chosen if isinstance(chosen, tuple) else (chosen,))}
+    chosen = argument(task, 1, "dim", tuple(range(len(source))))
+    places = {place_of(d, len(source)) for d in (chosen if isinstance(chosen, tuple) else (chosen,))}
     return [[dim for i, dim in enumerate(source) if i not in places or dim]]
 
 
 def _pieces(p: Propagation, task: Task) -> list[Dims] | None:
     """Equal pieces of a dim: its outer axis tells them apart, its inner ones are those of each."""
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
-    at = _place(_argument(task, 2, "dim", 0), len(source))
+    at = place_of(argument(task, 2, "dim", 0), len(source))
     sizes = [p.shape(name)[at] if name else 0 for name in task.outputs]
     extent, size = p.axes.extent(source[at]), max(sizes)
     if extent % size or any(piece not in (0, size) for piece in sizes):
@@ -215,9 +112,9 @@ def _pieces(p: Propagation, task: Task) -> list[Dims] | None:
 
 
 def _slice(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
-    at = _place(_argument(task, 1, "dim", 0), len(source))
+    at = place_of(argument(task, 1, "dim", 0), len(source))
     shape = p.shape(task.outputs[0])
     if shape[at] == p.axes.extent(source[at]):
         return [source]
@@ -228,19 +125,19 @@ def _slice(p: Propagation, task: Task) -> list[Dims] | None:
 
 
 def _select(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
-    at = _place(_argument(task, 1, "dim", 0), len(source))
+    at = place_of(argument(task, 1, "dim", 0), len(source))
     p.need([source[at]], f"{p.what()} takes one of it")
     return [[*source[:at], *source[at + 1 :]] for _ in task.outputs]
 
 
 def _cat(p: Propagation, task: Task) -> list[Dims] | None:
     parts = [part for part in refs_of(task.arguments[0]) if p.shape(part) != [0]]
-    at = _place(_argument(task, 1, "dim", 0), len(p.dims[parts[0]]))
+    at = place_of(argument(task, 1, "dim", 0), len(p.dims[parts[0]]))
     for name in parts:
         p.need([p.dims[name][at]], f"{p.what()} joins pieces of it")
-    rest = _aligned(p, [[*p.dims[name][:at], (), *p.dims[name][at + 1 :]] for name in parts])
+    rest = aligned(p, [[*p.dims[name][:at], (), *p.dims[name][at + 1 :]] for name in parts])
     joined = p.axes.make(p.shape(task.outputs[0])[at])
     if len(parts) > 1:
         p.need([joined], f"{p.what()} joins pieces of it")
@@ -256,38 +153,38 @@ def refs_of(argument: Any) -> list[str]:
 
 def _reduce(p: Propagation, task: Task) -> list[Dims] | None:
     """Sums, means and the like over some dims."""
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
-    chosen = _argument(task, 1, "dim", None)
+    chosen = argument(task, 1, "dim", None)
     if chosen is None or isinstance(chosen, (bool, Formula)) or not source:
         return None
-    places = {_place(d, len(source)) for d in (chosen if isinstance(chosen, tuple) else (chosen,))}
+    places = {place_of(d, len(source)) for d in (chosen if isinstance(chosen, tuple) else (chosen,))}
     p.need([source[i] for i in places], f"{p.what()} needs it whole")
-    kept = bool(_argument(task, 2, "keepdim", default=False))
+    kept = bool(argument(task, 2, "keepdim", default=False))
     result = [() if i in places else dim for i, dim in enumerate(source) if kept or i not in places]
     return [result for _ in task.outputs]
 
 
 def _softmax(p: Propagation, task: Task) -> list[Dims] | None:
-    source = _tensor(p, task, 0)
+    source = tensor_at(p, task, 0)
     assert source is not None
-    p.need([source[_place(_argument(task, 1, "dim"), len(source))]], f"{p.what()} needs it whole")
+    p.need([source[place_of(argument(task, 1, "dim"), len(source))]], f"{p.what()} needs it whole")
     return [source]
 
 
 def _norm(p: Propagation, task: Task) -> list[Dims] | None:
-    source, shape = _tensor(p, task, 0), task.arguments[1]
+    source, shape = tensor_at(p, task, 0), task.arguments[1]
     assert source is not None
     assert isinstance(shape, tuple)
     inner = source[len(source) - len(shape) :]
     p.need(inner, f"{p.what()} needs it whole")
     for name in task.inputs[1:]:
-        _aligned(p, [inner, p.dims[name]])
+        aligned(p, [inner, p.dims[name]])
     return [source]
 
 
 def _embedding(p: Propagation, task: Task) -> list[Dims] | None:
-    table, places = _tensor(p, task, 0), _tensor(p, task, 1)
+    table, places = tensor_at(p, task, 0), tensor_at(p, task, 1)
     assert table is not None
     assert places is not None
     p.lookups.append((table[0], p.number))
@@ -295,29 +192,29 @@ def _embedding(p: Propagation, task: Task) -> list[Dims] | None:
 
 
 def _linear(p: Propagation, task: Task) -> list[Dims] | None:
-    x, weight = _tensor(p, task, 0), _tensor(p, task, 1)
+    x, weight = tensor_at(p, task, 0), tensor_at(p, task, 1)
     assert x is not None
     assert weight is not None
-    bias = _tensor(p, task, 2)
+    bias = tensor_at(p, task, 2)
     p.sums.append((p.join(x[-1], weight[1]), p.number))
     out = weight[0] if bias is None else p.join(weight[0], bias[0])
     return [[*x[:-1], out]]
 
 
 def _matmul(p: Propagation, task: Task) -> list[Dims] | None:
-    left, right = _tensor(p, task, 0), _tensor(p, task, 1)
+    left, right = tensor_at(p, task, 0), tensor_at(p, task, 1)
     if left is None or right is None or len(left) < 2 or len(right) < 2:
         return None
     p.sums.append((p.join(left[-1], right[-2]), p.number))
-    return [[*_aligned(p, [left[:-2], right[:-2]]), left[-2], right[-1]]]
+    return [[*aligned(p, [left[:-2], right[:-2]]), left[-2], right[-1]]]
 
 
 def _addmm(p: Propagation, task: Task) -> list[Dims] | None:
-    added, left, right = (_tensor(p, task, i) for i in range(3))
+    added, left, right = (tensor_at(p, task, i) for i in range(3))
     if added is None or left is None or right is None:
         return None
     p.sums.append((p.join(left[-1], right[-2]), p.number))
-    return [_aligned(p, [[*left[:-1], right[-1]], added])]
+    return [aligned(p, [[*left[:-1], right[-1]], added])]
 
 
 def _einsum(p: Propagation, task: Task) -> list[Dims] | None:
@@ -342,10 +239,10 @@ def _einsum(p: Propagation, task: Task) -> list[Dims] | None:
 
 
 def _attention(p: Propagation, task: Task) -> list[Dims] | None:
-    query, key, value = (_tensor(p, task, i) for i in range(3))
+    query, key, value = (tensor_at(p, task, i) for i in range(3))
     if query is None or key is None or value is None:
         return None
-    if _argument(task, 7, "enable_gqa", default=False):
+    if argument(task, 7, "enable_gqa", default=False):
         # A group of query heads shares a key/value head.
         for dims in (key, value):
             heads = p.axes.extent(dims[-3])
@@ -353,14 +250,14 @@ def _attention(p: Propagation, task: Task) -> list[Dims] | None:
             if groups is None:
                 return None
             p.join(groups[0], dims[-3])
-        leads = _aligned(p, [query[:-2], [*key[:-3], ()], [*value[:-3], ()]])
+        leads = aligned(p, [query[:-2], [*key[:-3], ()], [*value[:-3], ()]])
     else:
-        leads = _aligned(p, [query[:-2], key[:-2], value[:-2]])
+        leads = aligned(p, [query[:-2], key[:-2], value[:-2]])
     p.need([p.join(query[-1], key[-1])], f"{p.what()} needs it whole")
     p.join(key[-2], value[-2])
-    mask = _argument(task, 3, "attn_mask")
+    mask = argument(task, 3, "attn_mask")
     if isinstance(mask, Ref):
-        _aligned(p, [[*leads, query[-2], key[-2]], p.dims[mask.name]])
+        aligned(p, [[*leads, query[-2], key[-2]], p.dims[mask.name]])
     return [[*leads, query[-2], value[-1]]]
 
 
@@ -369,9 +266,9 @@ def _made(p: Propagation, task: Task) -> list[Dims] | None:
     return [p.fresh(task.outputs[0])]
 
 
-Rule = Callable[[Propagation, Task], "list[Dims] | None"]
-_RULES: Mapping[str, Rule] = MappingProxyType(
+RULES: Mapping[str, Rule] = MappingProxyType(
     {
+        **dict.fromkeys(_POINTWISE, _pointwise),
         **dict.fromkeys(
             ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"), _view
         ),
