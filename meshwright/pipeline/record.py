@@ -31,6 +31,7 @@ from meshwright.adapt import context_hf, precision
 from meshwright.adapt.context_parallel import Kind, described_attention
 from meshwright.adapt.dropout import counting
 from meshwright.capture.attention_masks import masks_as_in_training
+from meshwright.capture.kernels import flop_formulas
 from meshwright.errors import PlanError
 from meshwright.nested import map_tensors, storage_key, tensors_in
 from meshwright.pipeline.tape import Call, Held, Slot, Tape, Value
@@ -138,17 +139,20 @@ def opened_modules(model: nn.Module) -> set[str]:
 
 
 class _Flops(TorchDispatchMode):
-    """Adds up the FLOPs of products and convolutions."""
+    """Adds up the FLOPs of products, convolutions and attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
+        self._own = flop_formulas()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
+        formula, own = flop_registry.get(func._overloadpacket), self._own.get(func._overloadpacket)
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
+        elif own is not None:
+            self.total += own(*map_tensors(args, lambda x: x.shape))
         return result
 
 

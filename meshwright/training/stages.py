@@ -90,8 +90,9 @@ def make_pipeline(
     """
     if groups.pipeline is None:
         return None
-    readers = (1, 0) if groups.has_teams else (groups.num_readers, groups.reader_index)
-    geometry = BatchGeometry(plan.global_batch, plan.num_microbatches, *readers)
+    # The first reader's samples on every rank: where lengths differ, their own would cut the model elsewhere.
+    num_readers = 1 if groups.has_teams else groups.num_readers
+    geometry = BatchGeometry(plan.global_batch, plan.num_microbatches, num_readers, 0)
     batch = cast_batch(
         Batches(data, geometry, seed=0).micro_batch(0, 0), MASTER_DTYPES[plan.precision], device
     )

@@ -98,6 +98,14 @@ class _Layer(nn.Module):
         return x + y, None if gate is None else gate * 0.9
 
 
+class Varying(Tokens):
+    """Sequences of two lengths, so that attention costs a part of a block that differs from rank to rank."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {name: x[: 2 + 38 * (index // 2 % 2)] for name, x in sample.items()}
+
+
 class Pairs(Tokens):
     """Two sequences and labels."""
 

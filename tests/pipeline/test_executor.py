@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from meshwright.comm.mesh import Mesh
+from meshwright.data.batches import Batches
+from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.check import PlanRequest, make_plan
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.pipeline.cut import Cut, balanced_cut
+from meshwright.pipeline.record import Twin
 from meshwright.schedule.action import COMPUTE
 from meshwright.training.assemble import shard_model
 from meshwright.training.stages import make_pipeline
-from tests.pipeline.models import EncoderDecoder, Pairs, Uneven, pair_loss
+from tests.pipeline.models import EncoderDecoder, Pairs, Uneven, Varying, pair_loss
 from tests.verification.models import Rows, loss_of_labels
 
 
@@ -42,6 +47,36 @@ def test_every_message_is_waited_for(ranks) -> None:
     Two values for each of three micro-batches and their gradients; the shared table, and what got a gradient of it.
     """
     assert ranks.run(_left_open, 2) == [(3 * 2 * 2 + 2 * 2, 0)] * 2
+
+
+def _cut_of(world: Any) -> tuple[int, Cut]:
+    """(tokens of this rank's first micro-batch, where its model is cut)."""
+    plan = make_plan(PlanRequest(pp=2, micro_batch=1, transport="gloo"), world_size=4, global_batch=2)
+    data, device = Varying(235, 40), torch.device("cpu")
+    groups = Mesh.of_plan(plan, world.world, log=world.log, device=device).data_groups()
+    pipeline = make_pipeline(_make_gpt(), language_model_loss, data, plan, groups, device=device)
+    assert pipeline is not None
+    geometry = BatchGeometry(2, 1, groups.num_readers, groups.reader_index)
+    return Batches(data, geometry, seed=0).micro_batch(0, 0)["tokens"].shape[1], pipeline.plan.cut
+
+
+def _make_gpt() -> GPT:
+    sizes = {"num_layers": 4, "dim": 24, "num_heads": 6, "ffn_dim": 50}
+    with torch.device("meta"):
+        return GPT(GPTConfig(vocab_size=235, max_seq_len=40, dropout=0.0, **sizes))
+
+
+def test_ranks_with_sequences_of_other_lengths_cut_alike(ranks) -> None:
+    """Silent before: each rank cut by what its own first micro-batch costs, and attention of long ones costs more."""
+    found = ranks.run(_cut_of, 4)
+    assert {length for length, _ in found} == {2, 40}
+    assert len({cut for _, cut in found}) == 1
+    twin, ones = Twin(_make_gpt(), torch.device("cpu")), torch.ones(1, 40, dtype=torch.long)
+    tapes = [
+        twin.record(language_model_loss, {"tokens": x, "labels": x}, training=True)
+        for x in (ones[:, :2], ones)
+    ]
+    assert len({balanced_cut(tape, 2, model="GPT")[0] for tape in tapes}) == 2
 
 
 def _timed(world: Any, schedule: str) -> tuple[list[str], list[tuple[str, float, float, float]]]:
