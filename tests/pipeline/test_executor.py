@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.mesh import Mesh
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
@@ -60,9 +62,9 @@ def _cut_of(world: Any) -> tuple[int, Cut]:
     return Batches(data, geometry, seed=0).micro_batch(0, 0)["tokens"].shape[1], pipeline.plan.cut
 
 
-def _make_gpt() -> GPT:
+def _make_gpt(device: str = "meta") -> GPT:
     sizes = {"num_layers": 4, "dim": 24, "num_heads": 6, "ffn_dim": 50}
-    with torch.device("meta"):
+    with torch.device(device):
         return GPT(GPTConfig(vocab_size=235, max_seq_len=40, dropout=0.0, **sizes))
 
 
@@ -77,6 +79,42 @@ def test_ranks_with_sequences_of_other_lengths_cut_alike(ranks) -> None:
         for x in (ones[:, :2], ones)
     ]
     assert len({balanced_cut(tape, 2, model="GPT")[0] for tape in tapes}) == 2
+
+
+def _worst_gradient(world: Any, schedule: str) -> tuple[int, float]:
+    """(gradients that were compared, their largest difference from one device's), sequences of 2 and of 40 tokens."""
+    data, device = Varying(235, 40), torch.device("cpu")
+    plan = make_plan(
+        PlanRequest(pp=2, micro_batch=1, schedule=schedule, transport="gloo"), world_size=2, global_batch=4
+    )
+    torch.manual_seed(0)
+    model = _make_gpt("cpu").double()
+    plain = copy.deepcopy(model)
+    groups = Mesh.of_plan(plan, world.world, log=world.log, device=device).data_groups()
+    pipeline = make_pipeline(model, language_model_loss, data, plan, groups, device=device)
+    assert pipeline is not None
+    engine = shard_model(
+        model, plan, groups, device=device, initialiser=None, dropout="native", pipeline=pipeline
+    )
+    batches = [torch.utils.data.default_collate([data[m]]) for m in range(4)]
+    engine.start_step()
+    executor = pipeline.executor(engine)
+    executor.scopes = (float64_throughout,)
+    executor.run(engine, lambda m: batches[m], divisor=1.0, step=0)
+    with float64_throughout():
+        for batch in batches:
+            language_model_loss(plain, batch)[0].backward()
+    expected = dict(plain.named_parameters())
+    errors = [(shard.gradient - expected[shard.name].grad).abs().max() for shard in engine.shards]
+    return len(errors), float(max(errors))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.parity)])
+def test_micro_batches_of_other_lengths(ranks, schedule: str) -> None:
+    """Each is recorded, and its messages have its own shape."""
+    for number, worst in ranks.run(_worst_gradient, 2, schedule):
+        assert number > 10
+        assert worst < 1e-12
 
 
 def _timed(world: Any, schedule: str) -> tuple[list[str], list[tuple[str, float, float, float]]]:
