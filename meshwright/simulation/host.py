@@ -113,13 +113,14 @@ def num_stages(layout: Layout) -> int:
 
 
 def stage_blocks(num_layers: int, stages: int, head: float = 0.0) -> tuple[int, ...]:
-    """Blocks of each stage so that the slowest is as fast as it can be; `head` in blocks, on the last."""
+    """Blocks of each stage so that the slowest is as fast as it can be; `head` in blocks, on the last.
+
+    A stage may have none: that of the embedding, or of the head.
+    """
     best: tuple[float, tuple[int, ...]] = (float("inf"), ())
-    for last in range(max(1, num_layers // stages), 0, -1):
+    others = stages - 1
+    for last in range(num_layers // stages, -1, -1) if others else ():
         rest = num_layers - last
-        others = stages - 1
-        if not others or rest < others:
-            continue
         counts = tuple(rest // others + (1 if at < rest % others else 0) for at in range(others))
         slowest = max(max(counts), last + head)
         if slowest < best[0]:

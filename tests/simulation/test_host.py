@@ -122,6 +122,7 @@ def test_stages_are_cut_so_that_the_head_counts():
     assert stage_blocks(4, 2, head=1.5) == (3, 1)
     assert stage_blocks(7, 3, head=1.0) == (3, 2, 2)
     assert stage_blocks(4, 1) == (4,)
+    assert stage_blocks(2, 4) == (1, 1, 0, 0)  # the last has the head
 
 
 def test_what_a_micro_batch_and_its_blocks_cost_beside_their_operations():
