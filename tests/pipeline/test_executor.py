@@ -85,7 +85,9 @@ def _worst_gradient(world: Any, schedule: str) -> tuple[int, float]:
     """(gradients that were compared, their largest difference from one device's), sequences of 2 and of 40 tokens."""
     data, device = Varying(235, 40), torch.device("cpu")
     plan = make_plan(
-        PlanRequest(pp=2, micro_batch=1, schedule=schedule, transport="gloo"), world_size=2, global_batch=4
+        PlanRequest(pp=2, micro_batch=1, schedule=schedule, transport="gloo", precision="fp64"),
+        world_size=2,
+        global_batch=4,
     )
     torch.manual_seed(0)
     model = _make_gpt("cpu").double()
