@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from types import MappingProxyType
 from meshwright.errors import DoesNotFitError, MeshwrightError, PlanError
 from meshwright.layout.accounting import OPTIMIZER_SLOTS
 from meshwright.partitioning.partition import Stage
+from meshwright.partitioning.scheduled import Given, search_schedule
 from meshwright.partitioning.search import Searched, Split, search
 from meshwright.partitioning.stage_costs import Group, Problem
 from meshwright.partitioning.unit_costs import UnitCosts
@@ -156,7 +157,9 @@ def _search(config: RunConfig, costs: UnitCosts, world_size: int, limit: float, 
     )
     asked = sizes_to_measure(config, world_size)[0]
     ask = partial(
-        search,
+        search
+        if _is_priced(plan)
+        else partial(search_schedule, given=Given(plan.schedule or "", plan.chunks)),
         lambda samples: costs.chain(samples, states=resident + sharded),
         batch=batch,
         num_microbatches=_microbatches(config, costs, devices),
@@ -166,7 +169,7 @@ def _search(config: RunConfig, costs: UnitCosts, world_size: int, limit: float, 
     failures: list[MeshwrightError] = []
     for split, given in _questions(plan, costs, problem):
         try:
-            found.append(ask(given, split=split))
+            found.append(ask(given, **({"split": split} if _is_priced(plan) else {})))
         except (DoesNotFitError, PlanError) as error:
             failures.append(error)
     if not found:
@@ -184,6 +187,11 @@ def _questions(plan: PlanConfig, costs: UnitCosts, problem: Problem) -> Iterator
     if not fixed and least <= most and problem.num_devices > least:
         forbidden = problem.forbidden | costs.indivisible
         yield "even", dataclasses.replace(problem, stages=(least, most), forbidden=forbidden)
+
+
+def _is_priced(plan: PlanConfig) -> bool:
+    """Whether the search's own formula is that of the schedule; others are run event by event."""
+    return plan.schedule in (None, "1f1b") and plan.chunks in (None, 1)
 
 
 def _is_even(found: Searched) -> bool:
@@ -246,7 +254,7 @@ def _states(config: RunConfig, level: int) -> tuple[float, float]:
 
 def _answer(config: RunConfig, costs: UnitCosts, found: Searched, level: int) -> Decision:
     stages, fixed = found.partition.stages, fixed_keys(config.plan)
-    pp, dp = len(stages), max(stage.devices for stage in stages)
+    pp, dp = _num_places(config.plan, found), max(stage.devices for stage in stages)
     micro = config.train.global_batch // (dp * found.partition.num_microbatches)
     firsts = [stage.first for stage in stages]
     why = f"least of {found.num_tried} numbers of micro-batches with all stages and replicas, gap {found.gap:.1%}"
@@ -273,19 +281,28 @@ def _answer(config: RunConfig, costs: UnitCosts, found: Searched, level: int) ->
     return Decision(
         open_keys,
         {key: reasons[key] for key in open_keys},
-        tuple(_lines(costs, found, kept=sorted(fixed.keys() - {"mode", "processes"}))),
+        tuple(_lines(config.plan, costs, found)),
         found.step_seconds,
         tuple(stage.memory_bytes for stage in stages),
     )
 
 
-def _lines(costs: UnitCosts, found: Searched, *, kept: Sequence[str]) -> Iterator[str]:
+def _num_places(plan: PlanConfig, found: Searched) -> int:
+    """Places of the pipeline, each of which may hold several stages."""
+    chunks = (
+        1 if _is_priced(plan) else plan.chunks or {"interleaved": 2, "zb-v": 2}.get(plan.schedule or "", 1)
+    )
+    return len(found.partition.stages) // chunks
+
+
+def _lines(plan: PlanConfig, costs: UnitCosts, found: Searched) -> Iterator[str]:
     """The plan as people read it."""
     stages = found.partition.stages
+    kept = sorted(fixed_keys(plan).keys() - {"mode", "processes"})
     replicas = str(stages[0].devices) if _is_even(found) else "+".join(str(stage.devices) for stage in stages)
     with_fixed = f"; kept as given: {', '.join(kept)}" if kept else ""
     yield (
-        f"auto   {costs.model}: {len(costs.units)} units → pp {len(stages)} x dp {replicas}, "
+        f"auto   {costs.model}: {len(costs.units)} units → pp {_num_places(plan, found)} x dp {replicas}, "
         f"{found.partition.num_microbatches} micro-batches, expected {found.step_seconds:.3f} s a step, "
         f"gap {found.gap:.1%}{with_fixed}"
     )
@@ -325,6 +342,12 @@ def _nothing_left(config: RunConfig, devices: int, error: MeshwrightError) -> Pl
 
 def _num_devices(plan: PlanConfig, world_size: int) -> int:
     shared = plan.tp * plan.cp
+    if plan.sync == "parameter_server":
+        raise PlanError(
+            "E278",
+            'plan.mode = "auto" plans ranks that all run the model, and plan.sync = "parameter_server" has others. '
+            "Leave one of the two out.",
+        )
     if world_size % shared:
         raise PlanError(
             "E278",

@@ -91,6 +91,7 @@ PLANS = [
     (4, "pp=2,schedule=gpipe,recompute=full"),
     (3, ""),
     (3, "pp=2"),  # one rank and two
+    (2, "pp=2,schedule=zb-v"),
 ]
 
 

@@ -189,3 +189,36 @@ def test_batch_statistics_stay_those_of_the_whole_batch():
     assert found.keys["micro_batch"] * found.keys["dp"] == 8
     assert decision_of("plan.pp=2", costs=costs).keys["micro_batch"] < 8
     assert decision_of("plan.micro_batch=2", costs=costs).keys["pp"] == 2
+
+
+def test_a_schedule_that_is_given_is_run_event_by_event():
+    """Two stages a place: four stages of 3 each, and 2 places of 6; zero bubble beats 1F1B's ramps."""
+    even = make_costs((3.0,) * 4)
+    plain = decision_of("plan.pp=2", costs=even)
+    assert plain.step_seconds == pytest.approx((8 + 1) * 6)
+    for schedule, chunks in (("interleaved", 2), ("zb-v", 2), ("zb-h1", 1), ("gpipe", 1)):
+        found = decision_of("plan.pp=2", f"plan.schedule={schedule}", costs=even)
+        assert len(found.keys["stages"]) == 2 * chunks - 1
+        assert "schedule" not in found.keys
+        faster = found.step_seconds < plain.step_seconds - 1e-9
+        assert faster == (schedule != "gpipe"), schedule
+        config = decided(make_config("plan.pp=2", f"plan.schedule={schedule}"), found)
+        assert plan_of(config, world_size=2).num_stages == 2 * chunks
+    with pytest.raises(PlanError, match=r"E278 .*plan.schedule=zb-v"):
+        decision_of("plan.pp=4", "plan.schedule=zb-v", costs=even, world_size=4)
+    with pytest.raises(DoesNotFitError, match="E277"):
+        decision_of("plan.pp=2", "plan.schedule=gpipe", costs=even, usable=100)
+
+
+def test_what_is_in_flight_counts_as_the_schedule_has_it():
+    """Eight micro-batches of one unit each, 10 bytes kept a unit: gpipe keeps all, 1F1B two on the first place."""
+    costs = make_costs((1.0, 1.0), weight=0.0)
+    given = ("plan.pp=2", "plan.micro_batch=1")
+    assert decision_of(*given, costs=costs).memory_bytes == (20, 10)
+    assert decision_of(*given, "plan.schedule=gpipe", costs=costs).memory_bytes == (80, 80)
+    assert decision_of(*given, "plan.schedule=zb-h1", costs=costs).memory_bytes[0] == 20
+
+
+def test_parameter_servers_are_laid_out_by_hand():
+    with pytest.raises(PlanError, match=r"E278 .*parameter_server"):
+        decision_of("plan.sync=parameter_server")
