@@ -13,7 +13,9 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from meshwright.comm.log import CommLog
 from meshwright.comm.mesh import Mesh, World
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.models.loss import language_model_loss, summed_cross_entropy
+from meshwright.pipeline.executor import PipelineExecutor
 from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.timing import Durations
 from meshwright.schedule.timing import run as timed
@@ -70,8 +73,19 @@ class HalfGPT(nn.Module):
         return x if self.is_first else self.head(self.norm(x))
 
 
-def ours(rank: int, workload: Workload, schedule: str, transport: Any) -> tuple[Any, Any, Mesh, Any]:
-    """(step, executor, mesh, engine) of our pipeline."""
+@dataclass(frozen=True, eq=False)
+class Ours:
+    """Our pipeline on one rank; `cut` is the block with which the second stage begins."""
+
+    step: Callable[[], float]
+    executor: PipelineExecutor
+    engine: ShardingEngine
+    mesh: Mesh
+    cut: int
+
+
+def ours(rank: int, workload: Workload, schedule: str, transport: Any) -> Ours:
+    """Our pipeline by `schedule`."""
     batch = workload.batch(0)
     ranks = dist.get_world_size()
     request = PlanRequest(
@@ -94,7 +108,8 @@ def ours(rank: int, workload: Workload, schedule: str, transport: Any) -> tuple[
         tally = executor.run(engine, lambda m: parts[m], divisor=1.0, step=0)
         return float(tally[0])
 
-    return step, executor, mesh, engine
+    cut = int(pipeline.plan.cut.starts[0].removeprefix("blocks."))
+    return Ours(step, executor, engine, mesh, cut)
 
 
 def torchs(rank: int, workload: Workload, cut: int) -> Any:
@@ -154,11 +169,10 @@ def on_rank(rank: int, _size: int, workload: Workload, options: argparse.Namespa
     cut = len(workload.model().blocks) // 2
     for schedule in options.schedules:
         for transport in ("gloo", "shm"):
-            step, executor, mesh, engine = ours(rank, workload, schedule, transport)
-            assert isinstance(engine, ShardingEngine)
-            cut = int(executor.cut.starts[0].removeprefix("blocks."))
-            candidates[f"{schedule} {transport}"] = step
-            meshes.append(mesh)
+            made = ours(rank, workload, schedule, transport)
+            candidates[f"{schedule} {transport}"] = made.step
+            meshes.append(made.mesh)
+            cut = made.cut
     candidates["torch 1f1b"] = torchs(rank, workload, cut)
     for name, step in candidates.items():
         losses[name] = torch.tensor(step(), dtype=torch.float64)
