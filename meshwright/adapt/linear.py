@@ -11,7 +11,7 @@ over memory instead of three (4 to 5 % of a rank's CPU time in a GPT 256 wide), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -27,11 +27,36 @@ Add = Callable[[Tensor, Tensor], bool]
 
 
 class Deferral:
-    """Weight gradients past autograd; while `is_on`, backwards keep what they are made of, and `take` hands it over."""
+    """Weight gradients past autograd; while `is_on`, backwards keep what they are made of, and `take` hands it over.
+
+    Attributes:
+        is_on: whether they wait.
+        informed: is told (weight, two matrices) of every product that was added; a hook of the weight that stays for
+            what does pass through autograd is then no reason to go through it.
+    """
 
     def __init__(self) -> None:
         self.is_on = False
+        self.informed: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self._waiting: list[Callable[[], object]] = []
+        self._task = -1
+
+    def watch(self, roots: Iterable[Tensor]) -> None:
+        """Before a backward of the step from `roots`, whose gradients are added.
+
+        One that runs inside of it, as torch.autograd.grad in a hook of an implicit layer, hands its gradients to those
+        who asked. The identity of a backward is not of the public API (guarded by a test).
+        """
+        for root in roots:
+            root.register_hook(self._note)
+
+    def _note(self, _gradient: Tensor) -> None:
+        self._task = torch._C._current_graph_task_id()
+
+    @property
+    def is_steps(self) -> bool:
+        """Whether the backward that runs now is the one of the step."""
+        return torch._C._current_graph_task_id() == self._task
 
     def add(self, make: Callable[[], object]) -> None:
         """Keep `make` for `take`."""
@@ -49,12 +74,21 @@ class _Place:
 
     Attributes:
         lend: memory for it.
+        weight: the parameter.
         add: past autograd, where a deferral says when; None: it always passes through autograd.
     """
 
     lend: Lend
+    weight: nn.Parameter
     add: Add | None = None
     deferral: Deferral | None = None
+
+    def make(self, left: Tensor, right: Tensor) -> bool:
+        """Add a product; whether that was right."""
+        added = self.add is not None and self.add(left, right)
+        if added and self.deferral is not None and self.deferral.informed is not None:
+            self.deferral.informed(self.weight, left, right)
+        return added
 
     def may_add(self, weight: Tensor) -> bool:
         """Whether nobody else asks for the gradient of a call that is made now.
@@ -64,7 +98,9 @@ class _Place:
         Both attributes are private: nothing public tells (guarded by tests).
         """
         runs_again = torch._C._current_graph_task_id() != -1
-        return self.add is not None and not weight._backward_hooks and not runs_again
+        num_known = int(self.deferral is not None and self.deferral.informed is not None)
+        is_alone = len(weight._backward_hooks or ()) <= num_known
+        return self.add is not None and is_alone and not runs_again
 
 
 class _LinearInto(torch.autograd.Function):
@@ -94,11 +130,11 @@ def _weight_gradient(place: _Place, left: Tensor, right: Tensor, *, may_add: boo
     """left · right for autograd; None where it has gone past it."""
     if torch.is_grad_enabled():  # under create_graph: what is written in place cannot be differentiated again
         return left @ right
-    if may_add and place.add is not None:
-        if place.deferral is not None and place.deferral.is_on:
-            place.deferral.add(partial(place.add, left, right))
+    if may_add and place.deferral is not None and place.deferral.is_steps:
+        if place.deferral.is_on:
+            place.deferral.add(partial(place.make, left, right))
             return None
-        if place.add(left, right):
+        if place.make(left, right):
             return None
     lent = place.lend()
     return left @ right if lent is None else torch.mm(left, right, out=lent)
@@ -148,7 +184,7 @@ def install(
             if lend is not None:
                 adds = () if deferred is None else (deferred[0].adder(weight), deferred[1])
                 # An attribute of the instance; the class keeps its method.
-                vars(module)["forward"] = partial(_forward, module, _Place(lend, *adds))
+                vars(module)["forward"] = partial(_forward, module, _Place(lend, weight, *adds))
                 adapted.append(module)
 
     def undo() -> None:

@@ -93,6 +93,7 @@ class PipelineExecutor:
         watch: what is entered around every forward of training.
         clock: is told of every computation of training, for timelines; None: nothing is timed.
         cut_batch: this rank's part of the sequences of a batch.
+        deferral: as given.
         shared: sums of gradients over ranks that hold the same parameters.
     """
 
@@ -114,7 +115,7 @@ class PipelineExecutor:
         backward = [a for a in self._program if a.op in ("B", "I", "W")]
         self._last_backward = backward[-1]
         self._holder = Holder(engine.model)
-        self._deferral = deferral
+        self.deferral = deferral
         self._waits = schedule.splits_backward and not engine.policy.shards_gradients
         self._shared = shared
         self.randomness: Randomness | None = None
@@ -246,7 +247,8 @@ class PipelineExecutor:
             stack.enter_context(self._batch(now, m).part.backward())
             if splits:
                 stack.enter_context(self._deferred(now, (stage, m)))
-            owed = run.backward(gradients, divisor=now.divisor if is_last_stage else None)
+            divisor = now.divisor if is_last_stage else None
+            owed = run.backward(gradients, divisor=divisor, watch=self.deferral.watch)
         if stage:
             self._hand(now, "G", action, stage - 1, owed)
         if not splits:
@@ -276,12 +278,12 @@ class PipelineExecutor:
 
     @contextmanager
     def _deferred(self, now: _Step, key: tuple[int, int]) -> Iterator[None]:
-        self._deferral.is_on = True
+        self.deferral.is_on = True
         try:
             yield
         finally:
-            self._deferral.is_on = False
-            now.weights[key] = self._deferral.take()
+            self.deferral.is_on = False
+            now.weights[key] = self.deferral.take()
 
     def _enter(self, stack: ExitStack, now: _Step, key: tuple[int, int], *, is_forward: bool) -> None:
         for scope in self.scopes:

@@ -5,7 +5,7 @@ Owns the values of a micro-batch on a stage while its backward is to come. Must 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -121,12 +121,19 @@ class StageRun:
         """Values of which the stage before gets gradients."""
         return [n for n in self.stage.receives if self.tape.values[n].needs_grad]
 
-    def backward(self, gradients: Mapping[int, Tensor], *, divisor: float | None) -> dict[int, Tensor]:
+    def backward(
+        self,
+        gradients: Mapping[int, Tensor],
+        *,
+        divisor: float | None,
+        watch: Callable[[Iterable[Tensor]], None] | None = None,
+    ) -> dict[int, Tensor]:
         """Run the backward.
 
         Args:
             gradients: of the values that were sent, by number.
             divisor: on the last stage what the loss sum is divided by; else None.
+            watch: is told what the backward begins with, if somebody wants to know.
 
         Returns:
             Gradients of the values that were received.
@@ -139,6 +146,8 @@ class StageRun:
             if total.requires_grad:
                 roots.append(total / divisor)
                 starts.append(None)
+        if roots and watch is not None:
+            watch(roots)
         if roots:
             torch.autograd.backward(roots, starts)
         owed = {}

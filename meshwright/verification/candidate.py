@@ -217,7 +217,8 @@ class _Candidate:
         self._digests: dict[Key, int] = {}
         self._copy_digests: dict[Key, int] = {}
         self._issued: list[dict[str, int]] = []
-        self._contributions = Contributions(self._names)
+        deferral = None if self._executor is None else self._executor.deferral
+        self._contributions = Contributions(self._names, deferral)
         self._gradient_samples: dict[tuple[int, str], GradientSamples] = {}
         self._broken_ties: dict[tuple[str, ...], int] = {}
         self._attention_calls: list[Counter[str]] = []

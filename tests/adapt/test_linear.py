@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.adapt import linear
+from meshwright.comm.log import CommLog
+from meshwright.comm.ops import DataGroups, Group
+from meshwright.layout.policy import find_policy
+from meshwright.sharding.engine import ShardingEngine
 from tests.sharding.harness import accumulate, assemble, gradient_pieces, make_engine
 
 
@@ -95,6 +99,7 @@ def _past_autograd(mesh: Any, policy: str, waits: bool) -> Any:
         if waits:
             engine.expect_gradients(last=False)
         engine.start_backward()
+        deferral.watch([total])
         deferral.is_on = waits
         total.backward()
         deferral.is_on = False
@@ -120,3 +125,81 @@ def test_products_past_autograd_sum_with_its_own_and_leave_hooks_alone(
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(held[name], parameter.grad.flatten(), rtol=1e-12, atol=1e-12)
+
+
+class Solver(nn.Module):
+    """An implicit layer: its own gradient is found in a hook, by gradients of a graph that the forward made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = torch.tanh(self.step(x))
+        z = torch.tanh(self.step(z))
+        start = z.clone().detach().requires_grad_()
+        again = torch.tanh(self.step(start))
+        z.register_hook(lambda g: torch.autograd.grad(again, start, g, retain_graph=True)[0] + g)
+        return self.head(z)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_backward_inside_of_the_steps_adds_nothing(waits: bool) -> None:
+    """Past autograd, its gradients of weights would be counted, and nobody asked for them."""
+    torch.manual_seed(0)
+    alone, model = Solver().double(), Solver().double()
+    model.load_state_dict(alone.state_dict())
+    group = Group("dp", (0,), 0, None, CommLog(0, 1))
+    engine = ShardingEngine(
+        model, policy=find_policy("ddp"), groups=DataGroups.of(group), device=torch.device("cpu")
+    )
+    deferral = linear.Deferral()
+    linear.install(model, engine, (engine, deferral))
+    products: list[Tensor] = []
+    deferral.informed = lambda weight, _left, _right: products.append(weight)
+    engine.start_step()
+    engine.start_microbatch(last=not waits)
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    alone(x).square().sum().backward()
+    total = model(x).square().sum()
+    engine.start_backward()
+    deferral.watch([total])
+    deferral.is_on = waits
+    total.backward()
+    if waits:
+        engine.expect_gradients(last=True)
+    with torch.no_grad():
+        for make in deferral.take():
+            make()
+    engine.finish_microbatch()
+    assert products == [model.head.weight, model.step.weight]
+    held = {shard.name: shard.gradient for shard in engine.shards}
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(held[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_is_known_by_its_number() -> None:
+    """Not of torch's public API: -1 outside, one number in all nodes of a backward, another in one inside of it."""
+    found: list[int] = []
+
+    def note(_gradient: Tensor | None = None) -> None:
+        found.append(torch._C._current_graph_task_id())
+
+    def inside(_gradient: Tensor) -> None:
+        with torch.enable_grad():
+            z = torch.ones(2, requires_grad=True)
+            z.register_hook(note)
+            (z * 3).sum().backward()
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(note)
+    x.register_hook(inside)
+    x.register_hook(note)
+    note()
+    y.sum().backward()
+    outside, first, inner, second = found
+    assert outside == -1
+    assert first == second >= 0
+    assert inner not in (first, -1)
