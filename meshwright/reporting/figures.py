@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.reporting.figure import NO_RESULT, Figure, Missing
 from meshwright.reporting.predicted import prediction
 from meshwright.reporting.reading import RunData, is_number
+from meshwright.reporting.suggestions import suggestions
 from meshwright.reporting.svg import Bar, Box, bars, curve, rows_over_time
 from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.timing import Durations, bubble_of, run
@@ -29,6 +30,7 @@ _MEANING = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight
 def figures_of(data: RunData) -> list[Figure | Missing]:
     """All figures of a report, in its order."""
     makers: tuple[Callable[[RunData], Figure | Missing], ...] = (
+        suggestions,
         memory,
         peaks,
         prediction,

@@ -83,3 +83,18 @@ def test_a_report_needs_no_torch(tmp_path):
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_serve_prints_where_and_ends_when_interrupted(tmp_path, monkeypatch):
+    def interrupted(_live):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.reporting.live.LiveReport.serve", interrupted)
+    folder = make_folder(tmp_path / "run")
+    result = invoke(folder, "--serve")
+    assert result.exit_code == 0, result.exception
+    page, tunnel = result.stdout.splitlines()
+    assert page.startswith("http://127.0.0.1:")
+    assert tunnel.startswith("from elsewhere: ssh -L ")
+    assert not (folder / "report.html").exists()
+    assert "E295" in refusal(tmp_path / "none", "--serve")

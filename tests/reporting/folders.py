@@ -19,6 +19,10 @@ source = "preset:gpt-nano"  # run.toml:2
 [train]
 stop_at = "6 # not 7"  # command line
 seed = 1  # default
+global_batch = "32 sequences"  # run.toml:7
+
+[data]
+seq_len = 128  # run.toml:9
 """
 RESULT: dict[str, Any] = {
     "step_seconds_median": 0.5,
@@ -68,7 +72,8 @@ VERIFY = {"ok": False, "candidate": "pp2", "reference": "one process", "model": 
 
 def plan_of(*, pp: int = 2, schedule: str = "1f1b", microbatches: int = 4) -> TrainPlan:
     mesh = MeshSpec.of(pp=pp, dp_replicate=1, dp_shard=2, cp=1, tp=1)
-    return TrainPlan(mesh, find_policy("zero1"), 8 * microbatches, 4, microbatches, schedule=schedule)
+    batch = 8 * microbatches
+    return TrainPlan(mesh, find_policy("zero1"), batch, 4, microbatches, precision="bf16", schedule=schedule)
 
 
 def steps(count: int = 6) -> list[dict[str, Any]]:

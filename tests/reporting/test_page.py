@@ -36,7 +36,7 @@ def test_the_page_is_whole_and_asks_for_nothing(page):
 
 def test_sections_stand_in_the_order_of_the_design(page):
     assert list(page.sections) == [
-        "memory", "peaks", "prediction", "breakdown", "schedule", "communication", "loss",
+        "suggestions", "memory", "peaks", "prediction", "breakdown", "schedule", "communication", "loss",
         "gradient-norm", "learning-rate", "mfu", "throughput", "verify", "configuration", "environment",
     ]  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_what_a_folder_lacks_is_said_and_not_drawn(folder):
     data = read_run(folder)
     absent = {figure.anchor for figure in figures_of(data) if isinstance(figure, Missing)}
     assert absent == {
-        "memory", "peaks", "prediction", "breakdown", "schedule", "communication",
+        "suggestions", "memory", "peaks", "prediction", "breakdown", "schedule", "communication",
         "verify", "configuration", "environment",
     }  # fmt: skip
     drawn = Page(as_page([data])).sections
@@ -148,7 +148,7 @@ def test_what_a_plan_said_stands_beside_what_was_measured(folder):
 
 def test_the_verdict_says_how_it_went(folder):
     assert verdict(read_run(folder)) == (
-        "6 steps with pp2 1f1b · zero1x2 · micro 4 x accumulate 4 · fp32: loss 5.5000 → 3.0000, held-out 3.5000; "
+        "6 steps with pp2 1f1b · zero1x2 · micro 4 x accumulate 4 · bf16: loss 5.5000 → 3.0000, held-out 3.5000; "
         "2,048 tokens/s, 0.5 s a step (25% above the plan's), 40.0% MFU; "
         "memory 13.0 MiB a rank, 8.3% above prediction; "
         "NOT equal to one device, first in gradients."
@@ -184,6 +184,8 @@ def test_settings_have_value_and_origin(page):
         ["model.source", '"preset:gpt-nano"', "run.toml:2"],
         ["train.stop_at", '"6 # not 7"', "command line"],
         ["train.seed", "1", "default"],
+        ["train.global_batch", '"32 sequences"', "run.toml:7"],
+        ["data.seq_len", "128", "run.toml:9"],
     ]
 
 
