@@ -26,7 +26,7 @@ from meshwright.comm.log import CommLog
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.ops import Group
 from meshwright.launching.measure_order import Order
-from meshwright.launching.measuring_parts import attend_time, block_time, head_time, seconds_of
+from meshwright.launching.measuring_parts import attend_time, block_time, head_time, make_block, seconds_of
 from meshwright.launching.messages import WorkerContext
 from meshwright.mesh import MeshSpec
 from meshwright.presets.host import BlockTime, CollectiveTime, PartTime
@@ -247,12 +247,19 @@ def _update_seconds() -> tuple[float, int]:
 
 
 def _resident_bytes() -> int:
-    """Of a process that has trained a model of no size."""
+    """Of a process that has trained a model of no size, with what libraries keep for the products of a block."""
     run, _ = _run(_TINY, 1, 1)
     with closing(run.mesh):
         for number in range(2):
             run.make_step(number)
-    return peak_memory_bytes(torch.device("cpu"))
+    before = peak_memory_bytes(torch.device("cpu"))
+    shape = BlockShape("gpt", _DIM, 4, 4, _DIM // 4, 4 * _DIM, 256)
+    block, x = make_block(shape), torch.randn(1, shape.seq_len, _DIM)
+    for _ in range(4):
+        block(x).sum().backward()
+    own = 2 * sum(parameter.nbytes for parameter in block.parameters()) + 16 * x.nbytes
+    grown = peak_memory_bytes(torch.device("cpu")) - before
+    return before + max(0, grown - own)
 
 
 def _whole_step(model: Sequence[str], layers: int, samples: int) -> float:
