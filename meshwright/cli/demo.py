@@ -1,7 +1,8 @@
-"""`meshwright demo`: the first five minutes. A language model learns from real text on two local processes.
+"""`meshwright demo`: the first five minutes. A plan is priced, and a language model learns by it from real text on two
+local processes; what was predicted is compared with what was measured.
 
-Then a cut of it is compared with one process, and a page tells of both. Owns the demo's run and its lines. Offline and
-with fixed steps, so that a second run prints the same digits.
+Then a cut of it is compared with one process, and a page tells of all. Owns the demo's run and its lines. Offline, with
+fixed steps and a fixed plan, so that a second run prints the same digits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEMO: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "data": {"train": "stdlib", "seq_len": 128},
         "train": {
             "global_batch": 32,
-            "stop_at": "160 steps",
+            "stop_at": "120 steps",
             "seed": 1,
             "deterministic": True,
             "optimizer": {"name": "adamw", "lr": 3e-3},
@@ -41,7 +42,7 @@ DEMO: Mapping[str, Mapping[str, object]] = MappingProxyType(
             "eval_every": "end",
             "eval_samples": 256,
         },
-        "plan": {"processes": 2, "zero": 1},
+        "plan": {"mode": "auto", "processes": 2, "dp": 2, "zero": 1, "micro_batch": 16, "recompute": "none"},
         "save": {"dir": "runs/demo"},
         "log": {"print_every": "20 steps"},
     }
@@ -60,11 +61,20 @@ def demo(
     processes = resolved.config.plan.processes
     require_torch()
     with stdout_to_stderr(active=json_output):
-        print(f" 1/4 machine   {_machine_line(inspect_machine(Path.cwd()))} → {processes} CPU processes")
-        print(f" 2/4 train     {resolved.config.model.source}, {resolved.config.train.stop_at}", flush=True)
+        print(
+            f" 1/5 machine   {_machine_line(inspect_machine(Path.cwd()))} → {processes} CPU processes",
+            flush=True,
+        )
         from meshwright.launching import launch_config
+        from meshwright.launching.jobs import plan_of_run
+        from meshwright.launching.planned import Planned, with_keys
 
-        result = launch_config(resolved, json_output=json_output)
+        plan = plan_of_run(resolved)
+        if plan.predicted is None:  # no figures of this machine: the plan is all given
+            plan = Planned(with_keys(resolved, {"mode": "given"}, origin="demo"))
+        print(f" 2/5 plan      {plan_line(plan.predicted)}")
+        print(f" 3/5 train     {resolved.config.model.source}, {resolved.config.train.stop_at}", flush=True)
+        result = launch_config(plan.resolved, json_output=json_output, plan=plan)
         if not result:  # under torchrun or SLURM every rank runs this command, and only rank 0 has a result
             return
         for line in _training_lines(result):
@@ -72,20 +82,33 @@ def demo(
         from meshwright.launching.verify import SourceOptions, verify_loaded
 
         verified = verify_loaded(
-            lambda overrides: load_config(None, overrides, built_in=DEMO, built_in_name="demo"),
+            lambda overrides: load_config(
+                None, ["plan.mode=given", *overrides], built_in=DEMO, built_in_name="demo"
+            ),
             SourceOptions(),
         )
         print(verify_line(verified, processes=processes))
         run_dir = Path(str(result["run_dir"]))
         keep_result(run_dir, verified)
         page = write_report([read_run(run_dir)])
-        print(f" 4/4 report    {page}")
+        print(f" 5/5 report    {page}")
         for line in _last_lines(result, seconds=time.perf_counter() - started):
             print(line)
     if json_output:
-        print_json({"train": result, "verify": verified.to_json(), "report": str(page)})
+        print_json(
+            {"plan": plan.predicted, "train": result, "verify": verified.to_json(), "report": str(page)}
+        )
     if not verified.ok:
         raise typer.Exit(EXIT_VERIFY_FAILED)
+
+
+def plan_line(predicted: Mapping[str, object] | None) -> str:
+    """What the plan says of a step; a machine without figures says nothing."""
+    if predicted is None:
+        return "not priced: nothing is known of this machine"
+    memory, seconds = predicted["memory_bytes"], predicted["step_seconds"]
+    assert isinstance(memory, Mapping), "bytes by name"
+    return f"zero1x2 of this host as it was measured: {seconds:.3f} s a step, {memory['peak'] / 2**20:.0f} MiB a rank"
 
 
 def _machine_line(machine: Machine) -> str:
@@ -97,21 +120,28 @@ def _training_lines(result: Mapping[str, object]) -> list[str]:
     losses = read_losses(Path(str(result["run_dir"])) / "metrics.jsonl")
     peaks = result["peak_memory_bytes"]
     assert isinstance(peaks, list), "peak_memory_bytes has one figure a rank"
-    return [
+    lines = [
         f"     loss      {result['first_loss']:.4f} {sparkline(losses)} {result['final_loss']:.4f}"
         f"   held-out {result['eval_loss']:.4f} nats a byte",
         f"     speed     {result['tokens_per_second']:,.0f} tokens/s   {result['step_seconds_median']:.3f} s "
         f"a step   peak {max(peaks) / 2**20:.0f} MiB a rank",
     ]
+    said = result.get("prediction")
+    if isinstance(said, Mapping):
+        lines.append(
+            f"     compared  step {said['step_error']:+.0%}, peak {said['memory_error']:+.0%}: predicted against "
+            "measured"
+        )
+    return lines
 
 
 def verify_line(result: VerifyResult, *, processes: int | None) -> str:
     """What the comparison found, in one line; the whole table where it failed."""
     if not result.ok:
-        return f" 3/4 verify    failed\n{result.table()}"
+        return f" 4/5 verify    failed\n{result.table()}"
     loss, gradients = result.check("loss"), result.check("gradients")
     return (
-        f" 3/4 verify    {processes} processes == 1 process   loss diff {loss.worst_relative:.1e}   "
+        f" 4/5 verify    {processes} processes == 1 process   loss diff {loss.worst_relative:.1e}   "
         f"{gradients.compared}/{gradients.compared} gradients ✓"
     )
 

@@ -44,6 +44,7 @@ def launch_config(
     json_output: bool,
     resume: str | None = None,
     functions: Functions | None = None,
+    plan: Planned | None = None,
 ) -> dict[str, Any]:
     """Train what `resolved` says: on local workers, or in this process if a launcher started it as a worker.
 
@@ -52,6 +53,7 @@ def launch_config(
         json_output: write lines for people to standard error.
         resume: `auto`, or a run folder or checkpoint to go on from; None: a fresh start.
         functions: the model, loss and data where they are Python objects.
+        plan: what `plan_of_run` made of the configuration before; None: it is asked now.
 
     Returns:
         Rank 0's result; an empty dict on the other ranks of torchrun or SLURM.
@@ -60,9 +62,9 @@ def launch_config(
         MeshwrightError: see `run_local`, and what training raises.
     """
     worker = is_worker(os.environ)
-    size = _world_size(os.environ) if worker else None
-    found = planned(resolved, world_size=size, num_gpus=num_gpus(os.environ))
-    resolved = found.resolved
+    if plan is None:  # of a model that is a Python object the planner knows no shape
+        plan = plan_of_run(resolved) if functions is None else Planned(resolved)
+    resolved, found = plan.resolved, plan
     for line in found.lines:
         print(line, file=sys.stderr if json_output else sys.stdout)
     if not worker:
@@ -83,6 +85,12 @@ def launch_config(
     target = partial(_train, resolved.config, call, json_output, resume_from)
     result = run_local(target, processes=processes, run_dir=run_dir)[0]
     return _recorded(result, found, json_output=json_output)
+
+
+def plan_of_run(resolved: Resolved) -> Planned:
+    """The configuration with the plan of a file or of the planner, as it would run here; see `planned`."""
+    size = _world_size(os.environ) if is_worker(os.environ) else None
+    return planned(resolved, world_size=size, num_gpus=num_gpus(os.environ))
 
 
 def _recorded(result: dict[str, Any], plan: Planned, *, json_output: bool) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, cast
@@ -23,6 +22,8 @@ from meshwright.launching.measure_order import Order
 from meshwright.launching.messages import WorkerContext
 from meshwright.planner.experience import experience_file, read_experience
 from meshwright.planner.request import Request
+from meshwright.planner.rules import refuse_mesh
+from meshwright.planner.space import meshes
 from meshwright.presets.host import BlockTime, CollectiveTime, HostProfile, PartTime, profile_from
 from meshwright.simulation.host_keys import (
     AttendShape,
@@ -33,7 +34,7 @@ from meshwright.simulation.host_keys import (
     head_of,
     is_known,
 )
-from meshwright.simulation.job import ContextKind, Layout, Workload, on_host
+from meshwright.simulation.job import ContextKind, Layout, on_host
 
 if TYPE_CHECKING:
     from meshwright.comm.mesh import World
@@ -72,44 +73,55 @@ def measure_anew(cache: Path) -> HostProfile:
     Raises:
         WorkerError: a measuring process failed.
     """
-    host = _measure_machine()
+    cores = num_cores()
+    host = _crowded(_new_host(_run(Order(has_collectives=True, has_steps=True), cores)))
     _keep(cache, host)
     experience_file(host_file(cache)).unlink(missing_ok=True)
     return host
 
 
-def measured_host(cache: Path, work: Workload, processes: int) -> HostProfile:
-    """This host with the parts of `work` on `processes` ranks; what is not known yet is measured now, and kept.
+def measured_host(cache: Path, request: Request) -> HostProfile:
+    """This host with the parts of a model on its ranks; what is not known yet is measured now, and kept.
 
     Args:
         cache: folder of the file.
-        work: a model and its batch.
-        processes: ranks that plans may have.
+        request: the model, its batch, the ranks, and what is fixed of them.
 
     Raises:
         ConfigError: E299.
         WorkerError: a measuring process failed.
     """
     host = known_host(cache)
-    if host is None:
-        host = measure_anew(cache)
-    blocks, heads, attends = shapes_of(work, processes)
-    blocks = [shape for shape in blocks if not host.knows([shape.key])]
-    heads = [shape for shape in heads if not host.knows([shape.key])]
-    attends = [shape for shape in attends if not host.knows([shape.key])]
-    if not (blocks or heads or attends):
-        return host
-    own = work.global_batch
-    micro = tuple(size for size in _MICRO_BATCHES if size <= own) or (1,)
-    order = Order(blocks=tuple(blocks), heads=tuple(heads), attends=tuple(attends), micro_batches=micro)
-    found = _run(order, host.cores)
-    host = replace(
-        host,
-        blocks=(*host.blocks, *_mean_blocks([one.blocks for one in found])),
-        parts=(*host.parts, *_mean_parts([one.parts for one in found])),
-    )
-    _keep(cache, host)
+    order = _order(request, host)
+    if order is not None:
+        found = _run(order, num_cores())
+        host = host or _new_host(found)
+        blocks, parts = _mean_blocks([one.blocks for one in found]), _mean_parts([one.parts for one in found])
+        host = replace(host, blocks=(*host.blocks, *blocks), parts=(*host.parts, *parts))
+    assert host is not None, "a host that is not known is measured"
+    if request.cluster.num_devices > max(row.ranks for row in host.collectives):
+        host = _crowded(host)
+        order = Order()
+    if order is not None:
+        _keep(cache, host)
     return host
+
+
+def _order(request: Request, host: HostProfile | None) -> Order | None:
+    """What is to be measured; None where all is known."""
+    keys: set[str] = set()
+    if host is not None:
+        keys = {row.key for row in host.blocks} | {row.key for row in host.parts}
+    blocks, heads, attends = shapes_of(request)
+    order = Order(
+        has_collectives=host is None,
+        has_steps=host is None,
+        blocks=tuple(shape for shape in blocks if shape.key not in keys),
+        heads=tuple(shape for shape in heads if shape.key not in keys),
+        attends=tuple(shape for shape in attends if shape.key not in keys),
+        micro_batches=tuple(size for size in _MICRO_BATCHES if size <= request.work.global_batch),
+    )
+    return None if host is not None and not (order.blocks or order.heads or order.attends) else order
 
 
 def located(request: Request, cache: Path, *, measures: bool) -> Request:
@@ -120,52 +132,49 @@ def located(request: Request, cache: Path, *, measures: bool) -> Request:
         cache: folder of the file.
         measures: whether what is not known is measured now; else formulas are taken for it.
     """
-    work, cluster = request.work, request.cluster
-    if cluster.machine.name != "cpu" or cluster.host is not None or not is_known(work.model):
+    cluster = request.cluster
+    if cluster.machine.name != "cpu" or cluster.host is not None or not is_known(request.work.model):
         return request
-    keys = [shape.key for shapes in shapes_of(work, cluster.num_devices) for shape in shapes]
-    host = measured_host(cache, work, cluster.num_devices) if measures else known_host(cache)
+    blocks, heads, attends = shapes_of(request)
+    keys = [*(one.key for one in blocks), *(one.key for one in heads), *(one.key for one in attends)]
+    host = measured_host(cache, request) if measures else known_host(cache)
     if host is None or not host.knows(keys):
         return request
     learned = read_experience(experience_file(host_file(cache)))
     return replace(request, cluster=on_host(cluster, replace(host.only(keys), learned=learned)))
 
 
-def shapes_of(work: Workload, processes: int) -> tuple[list[BlockShape], list[HeadShape], list[AttendShape]]:
-    """What layouts of `work` on `processes` ranks run, each shape once: blocks, heads, attention under cp."""
-    layouts = list(_layouts(work, processes))
+def shapes_of(request: Request) -> tuple[list[BlockShape], list[HeadShape], list[AttendShape]]:
+    """What layouts that may be asked for run, each shape once: blocks, heads, attention under cp."""
+    work, layouts = request.work, list(_layouts(request))
     blocks = list(dict.fromkeys(block_of(work, layout) for layout in layouts))
     heads = list(dict.fromkeys(head_of(work, layout) for layout in layouts))
     attends = list(dict.fromkeys(shape for layout in layouts if (shape := attend_of(work, layout))))
     return blocks, heads, attends
 
 
-def _layouts(work: Workload, processes: int) -> Iterator[Layout]:
-    degrees = [size for size in range(1, processes + 1) if processes % size == 0]
-    model = work.model
-    for tp, cp in product(degrees, degrees):
-        whole = model.num_heads % tp == 0 and model.ffn_dim % tp == 0 and work.seq_len % (2 * cp) == 0
-        if processes % (tp * cp) or not whole:
-            continue
-        for kind in _KINDS if cp > 1 else _KINDS[:1]:
-            if kind != "ulysses" or (model.num_heads // tp) % cp == 0:
-                yield Layout(tp=tp, cp=cp, cp_kind=kind)
+def _layouts(request: Request) -> Iterator[Layout]:
+    """tp and cp of every legal mesh, and kinds of attention."""
+    kinds = [kind for kind in _KINDS if request.fixed.get("cp_kind") in (None, kind)]
+    for mesh in meshes(request):
+        if refuse_mesh(request, mesh) is None:
+            for kind in kinds if mesh.cp > 1 else _KINDS[:1]:
+                if kind != "ulysses" or (request.work.model.num_heads // mesh.tp) % mesh.cp == 0:
+                    yield Layout(tp=mesh.tp, cp=mesh.cp, cp_kind=kind)
 
 
-def _measure_machine() -> HostProfile:
-    cores = num_cores()
-    few = _run(Order(has_collectives=cores > 1, has_steps=True), cores)
-    many = _run(Order(has_collectives=True), 2 * cores)
-    steps = [one.step for one in few if one.step is not None]
+def _crowded(host: HostProfile) -> HostProfile:
+    """With collectives of twice as many ranks as cores."""
+    found = _run(Order(has_collectives=True), 2 * host.cores)
+    return replace(host, collectives=(*host.collectives, *_mean_collectives(found)))
+
+
+def _new_host(found: list[Found]) -> HostProfile:
+    steps = [one.step for one in found if one.step is not None]
     values = {name: mean(step[name] for step in steps) for name in steps[0]}
-    collectives = tuple(
-        replace(row, seconds=mean(_seconds_of(one, row) for one in found))
-        for found in (few, many)
-        for row in found[0].collectives
-    )
     return HostProfile(
         name=platform.node(),
-        cores=cores,
+        cores=len(found),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         process_bytes=int(values["process_bytes"]),
         step_seconds=values["step_seconds"],
@@ -174,13 +183,13 @@ def _measure_machine() -> HostProfile:
         gather_seconds=values["gather_seconds"],
         accumulate_seconds=values["accumulate_seconds"],
         update_seconds=values["update_seconds"],
-        collectives=collectives,
+        collectives=_mean_collectives(found),
     )
 
 
-def _seconds_of(found: Found, wanted: CollectiveTime) -> float:
-    key = (wanted.op, wanted.ranks, wanted.bytes)
-    return next(row.seconds for row in found.collectives if (row.op, row.ranks, row.bytes) == key)
+def _mean_collectives(found: list[Found]) -> tuple[CollectiveTime, ...]:
+    rows = zip(*(one.collectives for one in found), strict=True)
+    return tuple(replace(row[0], seconds=mean(one.seconds for one in row)) for row in rows)
 
 
 def num_cores() -> int:

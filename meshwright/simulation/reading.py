@@ -69,7 +69,8 @@ def parse_cluster(text: str) -> Cluster:
 
 def make_cluster(machine: Machine, num_devices: int, *, devices_per_node: int = 0) -> Cluster:
     """`num_devices` of a machine, with the network that is typical for it."""
-    in_node = devices_per_node or machine.devices_per_node
+    # Processes are of one host unless a file says otherwise.
+    in_node = devices_per_node or (num_devices if machine.name == "cpu" else machine.devices_per_node)
     link = machine.links.get("network") or machine.links.get("node")
     assert link is not None, f"{machine.name} has no link"
     return Cluster(machine, num_devices, in_node, in_node * link.bandwidth_bytes_per_second)

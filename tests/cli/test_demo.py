@@ -14,7 +14,7 @@ def launched(monkeypatch, tmp_path):
     calls = []
     losses = [5.0, 4.0, 3.0, 2.0]
 
-    def launch_config(resolved, *, json_output):
+    def launch_config(resolved, *, json_output, plan):
         calls.append(resolved)
         lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1))
         (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -26,13 +26,17 @@ def launched(monkeypatch, tmp_path):
             "tokens_per_second": 12345.6,
             "step_seconds_median": 0.05,
             "peak_memory_bytes": [2**27, 2**28],
+            "prediction": {"step_error": -0.1, "memory_error": 0.02},
         }
 
     def verify_loaded(load, options):
-        assert load(["plan.zero=2"]).config.plan.zero == 2
+        config = load(["plan.zero=2"]).config
+        assert (config.plan.zero, config.plan.mode) == (2, "given")
         return compared(None)
 
     monkeypatch.setattr("meshwright.launching.launch_config", launch_config, raising=False)
+    # The machine is not measured here.
+    monkeypatch.setattr("meshwright.launching.planned.located", lambda request, cache, *, measures: request)
     monkeypatch.setattr("meshwright.launching.verify.verify_loaded", verify_loaded)
     return calls
 
@@ -54,12 +58,14 @@ def test_demo_trains_a_fixed_run_on_two_processes(launched, tmp_path):
     assert config.train.stop_at.unit == "steps"
     assert resolved.origins["plan.zero"] == "demo"
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(" 1/4 machine   ")
+    assert lines[0].startswith(" 1/5 machine   ")
     assert lines[0].endswith("→ 2 CPU processes")
     assert "loss      5.0000 █▆▃▁ 2.0000   held-out 2.2500 nats a byte" in result.stdout
+    assert lines[1].startswith(" 2/5 plan      zero1x2 of this host as it was measured: ")
+    assert "compared  step -10%, peak +2%: predicted against measured" in result.stdout
     assert "12,346 tokens/s   0.050 s a step   peak 256 MiB a rank" in result.stdout
-    assert " 3/4 verify    2 processes == 1 process   loss diff 2.0e-16   21/21 gradients ✓" in lines
-    assert f" 4/4 report    {tmp_path / 'report.html'}" in lines
+    assert " 4/5 verify    2 processes == 1 process   loss diff 2.0e-16   21/21 gradients ✓" in lines
+    assert f" 5/5 report    {tmp_path / 'report.html'}" in lines
     assert "verified equal to one device in 2 checks" in (tmp_path / "report.html").read_text()
     assert f"kept in {tmp_path}" in result.stdout
 
@@ -76,6 +82,7 @@ def test_demo_json(launched):
     result = CliRunner().invoke(app, ["demo", "--json"])
     value = json.loads(result.stdout)
     assert value["train"]["eval_loss"] == 2.25
+    assert value["plan"]["step_seconds"] > 0
     assert value["verify"]["ok"]
     assert value["report"].endswith("report.html")
 

@@ -29,7 +29,8 @@ HOST = HostProfile("here", 2, 1 << 30, 1 << 20, 1e-3, 1e-3, 1e-3, 1e-3, 1e-9, 1e
 def invoke(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("meshwright.launching.this_host._measure_machine", lambda: HOST)
+    monkeypatch.setattr("meshwright.launching.this_host._run", lambda order, processes: [])
+    monkeypatch.setattr("meshwright.launching.this_host._new_host", lambda found: HOST)
     return lambda *arguments: CliRunner().invoke(app, ["doctor", *arguments])
 
 

@@ -1,8 +1,10 @@
 from meshwright.launching.measuring_parts import attend_time, block_time, head_time, make_block
 from meshwright.launching.this_host import shapes_of
+from meshwright.planner.request import make_request
 from meshwright.presets import find_model
 from meshwright.simulation.host_keys import AttendShape, BlockShape, HeadShape
 from meshwright.simulation.job import Workload
+from meshwright.simulation.reading import parse_cluster
 
 
 def test_a_rank_s_block_has_its_share_of_heads_and_channels():
@@ -32,8 +34,11 @@ def test_parts_are_timed_under_their_names():
 
 
 def test_all_that_layouts_of_a_model_need_is_named_once():
-    blocks, heads, attends = shapes_of(Workload(find_model("gpt-nano"), 128, 32), 4)
+    work, cluster = Workload(find_model("gpt-nano"), 128, 32), parse_cluster("4xcpu")
+    blocks, heads, attends = shapes_of(make_request(work, cluster, {}))
     assert len(blocks) == len(set(blocks)) == 6  # tp x cp of 1, 2, 4 that divide 4 ranks
     assert {shape.heads for shape in blocks} == {1, 2, 4}
     assert {shape.seq_len for shape in heads} == {32, 64, 128}
     assert {shape.kind for shape in attends} == {"ring", "ulysses", "allgather"}
+    blocks, heads, attends = shapes_of(make_request(work, cluster, {"tp": 2, "cp": 2, "cp_kind": "ring"}))
+    assert [len(blocks), len(heads), len(attends)] == [1, 1, 1]
