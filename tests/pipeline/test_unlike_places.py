@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from torch import Tensor
 
+from meshwright.comm.ops import DataGroups
 from meshwright.launching.verify import job_of
+from meshwright.pipeline.micro_batch import MicroBatch
+from meshwright.pipeline.redistribute import Parts
 from meshwright.verification.job import Functions, Handover, VerifyJob
+from meshwright.verification.rank import CandidateRank
 from meshwright.verification.resumed import resume_check
 from tests.parity.verifying import Verifier
 from tests.pipeline.test_pipelines import SUBJECTS, check
@@ -85,3 +90,45 @@ def job_for(subject: str, plan: str, batch: int) -> VerifyJob:
     options = {"steps": 2, "global_batch": batch}
     plan = f"{plan},micro_batch={6 // dp},bucket_bytes=4096 bytes"
     return job_of(Functions(build, loss, data), plan=plan, processes=processes, options=options)
+
+
+def _everyone_speaks(_candidate: CandidateRank) -> None:
+    """What a place knows enters the sum over places once a rank."""
+    DataGroups.speaks = property(lambda _groups: True)  # type: ignore[assignment, method-assign]
+
+
+def _rows_of_the_first(_candidate: CandidateRank) -> None:
+    """All ranks of the larger place are sent the first rows."""
+    plain = Parts.shared_with
+
+    def shared(parts: Parts, peer: int) -> tuple[int, int] | None:
+        found = plain(parts, peer)
+        return None if found is None else (0, found[1])
+
+    Parts.shared_with = shared  # type: ignore[method-assign]
+
+
+def _rows_turned_round(_candidate: CandidateRank) -> None:
+    """What comes of a value is put together from the last rank on."""
+    plain = MicroBatch.joined
+
+    def turned(batch: MicroBatch, number: int, pieces: list[Tensor]) -> Tensor:
+        return plain(batch, number, pieces[::-1])
+
+    MicroBatch.joined = turned  # type: ignore[method-assign]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("inject", "checks"),
+    [
+        (_everyone_speaks, {"gradients", "grad_norm"}),
+        (_rows_of_the_first, {"activations"}),
+        (_rows_turned_round, {"gradients"}),
+    ],
+)
+def test_what_goes_wrong_between_unlike_places_is_found(verifier, inject, checks):
+    prepared = verifier.prepare(job_for("gpt", "stage_ranks=[[0],[1,2,3]],zero=1", 18))
+    result = verifier.run(prepared, inject, timeout=100)
+    wrong = {check.name for check in result.checks if not check.ok}
+    assert checks <= wrong
