@@ -111,8 +111,8 @@ class _Gathering:
     held: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.blocks = [name for name in self.units if name]
-        self.expected: dict[int, list[str]] = {}
+        # Of each stage; None: there are none. Of a stage nothing is known before its first forward.
+        self.expected: dict[int | None, list[str]] = {None: [name for name in self.units if name]}
 
     def micro_batch(self, uses: UnitUses) -> Counter[str]:
         """Follow one micro-batch; returns its calls."""
@@ -138,14 +138,15 @@ class _Gathering:
         )
         self._backward(order, uses)
 
-    def _forward(self, order: list[str], stage: int = 0) -> None:
-        expected = self.expected.get(stage, self.blocks)
+    def _forward(self, order: list[str], stage: int | None = None) -> None:
+        expected = self.expected.get(stage, [])
         self._gather("")
         self._gather_ahead(expected, 0)
         for position, name in enumerate(order, start=1):
             self._gather(name)
             self._gather_ahead(expected, position)
-            if "" in self.units or not self.policy.keep_last or position < len(expected):
+            stays = self.policy.keep_last and 0 < len(expected) <= position
+            if "" in self.units or not stays:
                 self.held.discard(name)
         self.expected[stage] = order or expected
 

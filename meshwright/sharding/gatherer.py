@@ -78,12 +78,12 @@ class _Forward:
     """What a forward used.
 
     Attributes:
-        stage: of the pipeline, whose forwards use the same units.
+        stage: of the pipeline, whose forwards use the same units; None: there is none.
         order: units by use.
         pending: calls of each whose backward has not started.
     """
 
-    stage: int = 0
+    stage: int | None = None
     order: list[GatheredUnit] = field(default_factory=list)
     pending: Counter[GatheredUnit] = field(default_factory=Counter)
 
@@ -117,7 +117,7 @@ class Gatherer:
         self._root = units[0] if units and not units[0].name else None
         self._blocks = [unit for unit in units if unit.name]
         # By stage, the order of its newest forward; forwards of which the backward is to come.
-        self._expected: dict[int, list[GatheredUnit]] = {}
+        self._expected: dict[int | None, list[GatheredUnit]] = {None: self._blocks}
         self._waiting: dict[Turn, _Forward] = {}
         self._forward = _Forward()
         self._position = 0
@@ -226,7 +226,7 @@ class Gatherer:
 
     @property
     def _predicted(self) -> list[GatheredUnit]:
-        return self._expected.get(self._forward.stage, self._blocks)
+        return self._expected.get(self._forward.stage, [])  # nothing is known of a stage before its first forward
 
     # While layers run again in backward, see `recompute/executor.py`.
 
@@ -311,7 +311,7 @@ class Gatherer:
     def _is_kept(self, unit: GatheredUnit) -> bool:
         """Without a root, the last block of the forward is the unit that stays."""
         order = self._forward.order
-        last = len(order) >= len(self._predicted) and unit is order[-1]
+        last = 0 < len(self._predicted) <= len(order) and unit is order[-1]
         return self._phase == "forward" and self._keep_last and self._root is None and last
 
     def _before_backward(self, unit: GatheredUnit, forward: _Forward) -> bool:
