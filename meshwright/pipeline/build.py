@@ -5,6 +5,7 @@ Owns the order; called between the split over tp and the sharding over dp.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +120,14 @@ def schedule_of(plan: TrainPlan, num_microbatches: int) -> Schedule:
 
 def keep_stages(model: nn.Module, pipeline: PipelinePlan, groups: PipelineGroups) -> dict[str, str]:
     """Leave `model` what this rank's stages use; which of it other places hold too, by a word for these."""
-    prune(model, {name for name, places in pipeline.holders.items() if groups.place in places})
+    return keep_place(model, pipeline.holders, groups.place)
+
+
+def keep_place(model: nn.Module, holders: Mapping[str, tuple[int, ...]], place: int) -> dict[str, str]:
+    """As `keep_stages`, for any place of the pipeline."""
+    prune(model, {name for name, places in holders.items() if place in places})
     return {
         name: "shared by " + ",".join(map(str, places))
-        for name, places in pipeline.holders.items()
-        if len(places) > 1 and groups.place in places
+        for name, places in holders.items()
+        if len(places) > 1 and place in places
     }

@@ -226,7 +226,9 @@ class Gatherer:
 
     @property
     def _predicted(self) -> list[GatheredUnit]:
-        return self._expected.get(self._forward.stage, [])  # nothing is known of a stage before its first forward
+        return self._expected.get(
+            self._forward.stage, []
+        )  # nothing is known of a stage before its first forward
 
     # While layers run again in backward, see `recompute/executor.py`.
 

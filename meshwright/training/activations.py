@@ -107,7 +107,7 @@ def count_activations(subject: Subject, *, schedules: Mapping[str, Span] | None 
     Raises:
         Whatever the model raises where its control flow depends on values.
     """
-    with _twin(subject) as (twin, batch, known):
+    with twin_of(subject) as (twin, batch, known):
         install_recompute(twin, subject.plan.recompute, schedules=schedules)
         phase, used = Phase(twin), set[str]()
         for name, parameter in twin.named_parameters():
@@ -126,7 +126,7 @@ def count_activations(subject: Subject, *, schedules: Mapping[str, Span] | None 
 def executed_flops(subject: Subject, *, schedules: Mapping[str, Span] | None = None) -> float:
     """FLOPs of one micro-batch's forward and backward, what runs again included; see `count_activations`."""
     # A run of its own: torch's counter keeps tensors longer than the run does.
-    with _twin(subject) as (twin, batch, _):
+    with twin_of(subject) as (twin, batch, _):
         install_recompute(twin, subject.plan.recompute, schedules=schedules)
         with subject.around(), counting_flops() as flops:
             total, _ = subject.loss(twin, batch)
@@ -191,7 +191,7 @@ def layer_costs(subject: Subject, names: Sequence[str]) -> tuple[list[Layer], fl
     """Counted costs of the modules `names`, and bytes of the first one's input; times in FLOPs."""
     seen: dict[str, tuple[Layer, float]] = {}
     plain = Subject(subject.model, subject.loss, subject.batch, subject.plan)
-    with _twin(plain) as (twin, batch, known):
+    with twin_of(plain) as (twin, batch, known):
         modules = dict(twin.named_modules())
         replace_forwards(
             {name: modules[name] for name in names},
@@ -252,7 +252,7 @@ class _Measured:
 
 
 @contextmanager
-def _twin(subject: Subject) -> Iterator[tuple[nn.Module, Any, list[Tensor]]]:
+def twin_of(subject: Subject) -> Iterator[tuple[nn.Module, Any, list[Tensor]]]:
     """A copy of the model without memory, adapted as a rank's would be, a batch, and the tensors that are its state."""
     dtype = COMPUTE_DTYPES[subject.plan.precision]
     kept = parameters_in_master_type(subject.model)

@@ -19,7 +19,9 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -118,9 +120,9 @@ def predict_ledger(
     except MeshwrightError:
         raise
     except Exception as error:  # whatever a model does that shapes alone cannot follow
-        held = _state_bytes(subject, spec, index=index, used=None, gathered_at_once=at_once)
+        held = state_bytes(subject, spec, index=index, used=None, gathered_at_once=at_once)
         return Ledger(held, {}, unknown=reason_of(error))
-    held = _state_bytes(subject, spec, index=index, used=activations.used, gathered_at_once=at_once)
+    held = state_bytes(subject, spec, index=index, used=activations.used, gathered_at_once=at_once)
     return Ledger(
         {**held, "activations": activations.activations, "logits": activations.logits},
         {},
@@ -128,14 +130,16 @@ def predict_ledger(
     )
 
 
-def _state_bytes(
+def state_bytes(
     subject: Subject,
     spec: OptimizerSpec,
     *,
     index: int,
     used: Collection[str] | None,
     gathered_at_once: int,
+    apart: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
+    """Weights, gradients, optimizer and gathered weights of a rank by category; `used`: parameters with gradients."""
     plan = subject.plan
     # An asynchronous worker's engine is of the rank alone, and servers have the optimizer.
     policy = plan.policy if plan.staleness is None else find_policy("ddp")
@@ -147,6 +151,7 @@ def _state_bytes(
         shards,
         COMPUTE_DTYPES[plan.precision],
         first_owner=plan.mesh.dp if policy.name == "parameter_server" else 0,
+        apart=apart,
     )
     offload = plan.offload == "optimizer"
     memory = memory_bytes(policy, units, index=index, offload=offload, gathered_at_once=gathered_at_once)
@@ -258,25 +263,30 @@ def check_fits(
     )
 
 
-def possible_changes(subject: Subject, spec: OptimizerSpec) -> list[tuple[str, Ledger, float]]:
-    """Single changes of the plan that take less memory: (what to set, its ledger, executed FLOPs over those of now)."""
-    plan = subject.plan
-    found = []
+def possible_changes(
+    subject: Subject, spec: OptimizerSpec, predict: Callable[[Subject], Ledger] | None = None
+) -> list[tuple[str, Ledger, float]]:
+    """Single changes of the plan that take less memory: (what to set, its ledger, executed FLOPs over those of now).
+
+    `predict`: of a subject whose micro-batches stay; None: `predict_ledger`.
+    """
+    plan, found = subject.plan, []
+    predicted = predict or partial(predict_ledger, spec=spec)
     for word in ("selective", "full"):
         other = replace(subject, plan=replace(plan, recompute=parse_recompute(word)))
         try:
             share = recompute_share(other) or 1.0
-            found.append((f'plan.recompute="{word}"', predict_ledger(other, spec), share))
+            found.append((f'plan.recompute="{word}"', predicted(other), share))
         except MeshwrightError:  # a model without repeated blocks
             continue
-    if plan.micro_batch > 1:
+    if plan.micro_batch > 1 and predict is None:
         half = _half(subject)
         found.append((f"plan.micro_batch={half.plan.micro_batch}", predict_ledger(half, spec), 1.0))
     stages = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
     for stage in range(stages[plan.policy.name] + 1, 4):
         policy = find_policy(stage, ownership=plan.policy.ownership)
         other = replace(subject, plan=replace(plan, policy=policy))
-        found.append((f"plan.zero={stage}", predict_ledger(other, spec), 1.0))
+        found.append((f"plan.zero={stage}", predicted(other), 1.0))
     return found
 
 

@@ -147,8 +147,8 @@ class Run:
         self.executor: PipelineExecutor | None = None
         self.subject = subject_of(self.task, self.plan)
         self.schedules = budget_schedules(self.subject)
-        self.ledger = self._predict(world)
         self.pipeline = self._make_pipeline()
+        self.ledger = self._predict(world)
         self.state = self._make_state()
         if self.pipeline is not None:
             self.state.stages = self.executor = self.pipeline.executor(self.state.engine)
@@ -185,11 +185,16 @@ class Run:
 
     def _predict(self, world: World) -> RunLedger | None:
         """The ledger of the first rank, which also refuses what cannot fit; none is known with tp."""
-        if not self.is_first or self.groups.model is not None:
+        if not self.is_first or self.groups.tensor is not None or self.groups.has_teams:
             return None
         usable = usable_bytes(self.device, local_size=world.local_size)
+        subject = self.subject if self.pipeline is not None else on_slice(self.subject)
         return RunLedger(
-            on_slice(self.subject), self._optimizer_spec(), schedules=self.schedules, usable=usable
+            subject,
+            self._optimizer_spec(),
+            schedules=self.schedules,
+            usable=usable,
+            pipeline=self.pipeline,
         )
 
     def _optimizer_spec(self) -> OptimizerSpec:

@@ -257,7 +257,7 @@ def document(results: dict[Pair, Ledger]) -> str:
         f"`python -m tests.parity.ledger` on commit {report.commit()}: {right} of {len(results)} pairs within",
         f"{BOUND:.0%} in every category. {RANKS} ranks, {MICRO_BATCH} samples each ({MANY_ROWS} short rows),",
         "AdamW; rank 0, KiB, predicted before the run / measured in its second step. Categories are those of",
-        "`meshwright/training/ledger.py`. Under plan.tp and plan.pp nothing is predicted, and E301 is not asked.",
+        "`meshwright/training/ledger.py`. Under plan.tp nothing is predicted, and E301 is not asked; pipelines: docs/pipelines.md.",
         "",
         "| | " + " | ".join(PREDICTED) + " |",
         "|---|" + "---|" * len(PREDICTED),
