@@ -2,7 +2,7 @@
 
 A figure carries its table, so that what is drawn can be held against what is meant. Knows nothing of pages.
 Simplifications: a curve of more than 400 steps is drawn by means of as many groups of steps; communication is that of
-rank 0; the planned schedule takes all stages as equally long.
+rank 0.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from meshwright.reporting.figure import NO_RESULT, Figure, Missing
 from meshwright.reporting.predicted import prediction
 from meshwright.reporting.reading import RunData, is_number
 from meshwright.reporting.suggestions import suggestions
-from meshwright.reporting.svg import Bar, Box, bars, curve, rows_over_time
-from meshwright.schedule.catalogue import make_schedule
-from meshwright.schedule.timing import Durations, bubble_of, run
+from meshwright.reporting.svg import Bar, bars, curve
+from meshwright.reporting.timeline import schedule
 
 MOST_POINTS = 400
 MOST_RANKS = 16
-MOST_BOXES = 4000
 _MIB = 1 << 20
-_MEANING = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 def figures_of(data: RunData) -> list[Figure | Missing]:
@@ -142,58 +139,6 @@ def breakdown(data: RunData) -> Figure | Missing:
         rows,
         num_marks=len(rows),
     )
-
-
-def schedule(data: RunData) -> Figure | Missing:
-    """The planned order of a pipeline over time."""
-    anchor, title = "schedule", "Schedule of the pipeline, planned"
-    plan = data.plan
-    if plan is None:
-        return Missing(anchor, title, "the folder has no plan.lock.json.")
-    ranks = plan.mesh.size("pp")
-    if ranks == 1:
-        return Missing(anchor, title, "this run has no pipeline (plan.pp = 1).")
-    made = make_schedule(
-        plan.schedule,
-        ranks,
-        plan.num_microbatches,
-        num_chunks=plan.chunks if plan.chunks > 1 else None,
-    )
-    times = Durations.equal(made.num_stages)
-    timed = run(made, times)
-    shown = _fitting([len(line) for line in timed])
-    rows = [(rank, str(item.action), item.start, item.end) for rank in shown for item in timed[rank]]
-    lines = {
-        f"stage rank {rank}": [
-            Box(item.action.op, item.start, item.end, f"{_MEANING[item.action.op]} {item.action}")
-            for item in timed[rank]
-        ]
-        for rank in shown
-    }
-    left_out = "" if len(shown) == ranks else f" {len(shown)} of {ranks} ranks are drawn."
-    return Figure(
-        anchor,
-        f"{title}: {made.name}",
-        f"A row a rank of the pipeline, a box a forward (blue), backward (green) or weight gradient (orange); what "
-        f"stays empty is the bubble, {bubble_of(made, times):.1%} with stages of equal length. Times of the run itself "
-        f"were not recorded.{left_out}",
-        rows_over_time(lines, label=title),
-        ("rank", "action", "from", "to"),
-        tuple(rows),
-        num_marks=len(rows),
-    )
-
-
-def _fitting(lengths: Sequence[int]) -> list[int]:
-    """As many ranks as may be drawn, from the first and the last inwards."""
-    order = sorted(range(len(lengths)), key=lambda rank: (min(rank, len(lengths) - 1 - rank), rank))
-    shown, boxes = [order[0]], lengths[order[0]]
-    for rank in order[1:]:
-        boxes += lengths[rank]
-        if boxes > MOST_BOXES:
-            break
-        shown.append(rank)
-    return sorted(shown)
 
 
 def communication(data: RunData) -> Figure | Missing:

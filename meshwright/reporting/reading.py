@@ -25,6 +25,7 @@ METRICS, PLAN, CONFIG, RESULT, VERIFY = (
     "result.json",
     "verify.json",
 )
+TIMELINE = "timeline"
 _SETTING = re.compile(r"(?P<key>[^=]+?) = (?P<value>.*?)(?:  # (?P<origin>[^\"']*))?")
 
 
@@ -38,6 +39,15 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """One computation of a pipeline's rank: what, and from when to when, in seconds since the first of all ranks."""
+
+    action: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class RunData:
     """What a run folder holds.
 
@@ -48,6 +58,7 @@ class RunData:
         result: of `result.json`; None where the run has not come to its end.
         verified: of `verify.json`; None where the plan was not verified, or another one was.
         settings: of `resolved.toml`.
+        computed: for each place of a pipeline what it computed in the newest step; empty where it was not kept.
     """
 
     path: Path
@@ -56,6 +67,7 @@ class RunData:
     result: Mapping[str, Any] | None
     verified: Mapping[str, Any] | None
     settings: tuple[Setting, ...]
+    computed: tuple[tuple[Computed, ...], ...] = ()
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of the steps where the number is known and finite."""
@@ -87,6 +99,7 @@ def read_run(path: Path) -> RunData:
         result=_object(path / RESULT),
         verified=_verified(path),
         settings=tuple(_settings(path / CONFIG)),
+        computed=_computed(path / TIMELINE),
     )
 
 
@@ -129,6 +142,22 @@ def _steps(path: Path) -> Iterator[Mapping[str, Any]]:
         if not isinstance(value, dict) or not isinstance(value.get("step"), int):
             raise _unreadable(path, "a line is an object with a whole number `step`", line=number)
         yield value
+
+
+def _computed(folder: Path) -> tuple[tuple[Computed, ...], ...]:
+    """Of all places, counted from the first computation of any."""
+    lines = []
+    for path in sorted(folder.glob("place-*.json")):
+        try:
+            lines.append(
+                [(str(name), float(start), float(end)) for name, start, end in json.loads(_text(path) or "")]
+            )
+        except (ValueError, TypeError) as error:
+            raise _unreadable(path, str(error)) from error
+    zero = min((line[0][1] for line in lines if line), default=0.0)
+    return tuple(
+        tuple(Computed(name, start - zero, end - zero) for name, start, end in line) for line in lines
+    )
 
 
 def _object(path: Path) -> Mapping[str, Any] | None:

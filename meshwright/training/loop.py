@@ -66,6 +66,7 @@ from meshwright.training.slices import on_slice
 from meshwright.training.stages import Pipeline, make_pipeline
 from meshwright.training.state import TrainState
 from meshwright.training.step import StepResult, first_count, no_samples, train_step
+from meshwright.training.step_times import step_times
 from meshwright.training.task import Task, make_task, model_numbers
 from meshwright.training.tree import cast_batch
 
@@ -152,6 +153,7 @@ class Run:
         self.state = self._make_state()
         if self.pipeline is not None:
             self.state.stages = self.executor = self.pipeline.executor(self.state.engine)
+        self.times = step_times(self.executor, self.plan, world, device)
         own_loss = no_samples if self.groups.is_server else self.task.loss
         self.loss = loss_of_rank(own_loss, self.context, self.executor)
         if self.ledger is not None:
@@ -320,6 +322,8 @@ class Run:
             if writer is not None:
                 writer.close()
         report = self._report()
+        if self.times is not None:
+            self.times.write(self.run_dir)
         if self.is_first:
             write_result(self.run_dir, report, log=self.mesh.log, device=self.device)
         return report

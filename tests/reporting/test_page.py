@@ -8,9 +8,10 @@ import json
 import pytest
 
 from meshwright.reporting.figure import Figure, Missing
-from meshwright.reporting.figures import MOST_BOXES, MOST_POINTS, figures_of
+from meshwright.reporting.figures import MOST_POINTS, figures_of
 from meshwright.reporting.page import as_page
 from meshwright.reporting.reading import read_run
+from meshwright.reporting.timeline import MOST_BOXES
 from meshwright.reporting.verdict import verdict
 from meshwright.schedule.catalogue import make_schedule
 from tests.reporting.folders import RESULT, Page, make_folder, plan_of, steps
