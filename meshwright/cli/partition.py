@@ -11,6 +11,8 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -19,13 +21,25 @@ import typer
 from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
 from meshwright.graph.task_graph import TaskGraph
-from meshwright.partitioning.alternatives import best_order, best_ties
+from meshwright.partitioning.alternatives import (
+    MOST_TIES,
+    best_order,
+    best_order_by,
+    best_ties,
+    best_ties_by,
+)
 from meshwright.partitioning.blocks_file import read_blocks
 from meshwright.partitioning.chain import shares_of
 from meshwright.partitioning.draw import Pane, as_svg, as_text, stages_pane
 from meshwright.partitioning.draw_model import graph_pane, steps_pane
 from meshwright.partitioning.graph_costs import GraphCosts, Measured, Roofline
-from meshwright.partitioning.model_plan import ModelPlan, plan_model, plan_model_rannc
+from meshwright.partitioning.model_plan import (
+    MOST_BLOCKS,
+    ModelPlan,
+    blocks_by_cuts,
+    plan_model,
+    plan_model_rannc,
+)
 from meshwright.partitioning.partition import Mode, Partition, partition_chain
 from meshwright.partitioning.stage_costs import OBJECTIVES, Group, Objective, Problem, Replicas
 from meshwright.presets.machines import find_machine
@@ -34,8 +48,8 @@ from meshwright.presets.machines import find_machine
 _EFFICIENCY, _TASK_SECONDS = 0.5, 5e-6
 # Weights, gradients and two moments of Adam, in the weights' own type.
 _STATES = 4.0
-# All orders of kinds, and all ways to hold shared weights, are searched.
-_MOST_KINDS, _MOST_TIES = 4, 4
+# All orders of kinds are searched.
+_MOST_KINDS = 4
 
 
 def partition(  # noqa: PLR0913 - each is an option of the command
@@ -59,10 +73,10 @@ def partition(  # noqa: PLR0913 - each is an option of the command
     machine: Annotated[str, typer.Option(help="A machine preset (models).")] = "a100-80",
     speeds: Annotated[
         str | None,
-        typer.Option(help="Of each device, e.g. 1,1,2,2 (blocks): the best order of kinds is found."),
+        typer.Option(help="Of each device, e.g. 1,1,2,2: the best order of kinds is found."),
     ] = None,
     ties: Annotated[
-        str, typer.Option(help="Shared weights (blocks): copied where needed, or best: also in one stage.")
+        str, typer.Option(help="Shared weights: copied where needed, or best: also in one stage.")
     ] = "copied",
     costs: Annotated[str, typer.Option(help="roofline, or measured: of blocks, here (models).")] = "roofline",
     out: Annotated[
@@ -97,8 +111,6 @@ def partition(  # noqa: PLR0913 - each is an option of the command
         found, more = _of_blocks(rules, mode, _one_of("--ties", ties, ("copied", "best")))
         labels = tuple(block.name or f"block {number}" for number, block in enumerate(chain.blocks))
     else:
-        if speeds is not None or ties != "copied":
-            raise ConfigError("E109", "--speeds and --ties are of files of blocks")
         if objective not in (None, "1f1b") and mode == "exact":
             raise ConfigError(
                 "E109", f"--objective {objective}: models are planned by the seconds of a step, 1f1b"
@@ -107,12 +119,15 @@ def partition(  # noqa: PLR0913 - each is an option of the command
         priced, rules = _of_model(
             graph, sequence, machine, rules, (memory, bandwidth), is_measured=is_measured
         )
+        rules = dataclasses.replace(rules, groups=_groups(speeds, rules.groups[0]))
         counts = () if microbatches is None else (microbatches,)
-        model = (
-            plan_model(priced, rules, batch=batch, num_microbatches=counts)
-            if mode == "exact"
-            else plan_model_rannc(priced, rules, batch=batch)
-        )
+        solve = partial(plan_model, priced, batch=batch, num_microbatches=counts)
+        ties = _one_of("--ties", ties, ("copied", "best"))
+        _check_alternatives(rules, mode, ties)
+        if mode == "rannc":
+            model = plan_model_rannc(priced, rules, batch=batch)
+        else:
+            model, more = _of_alternatives(solve, rules, priced, ties)
         found = model.partition
         labels = tuple(priced.label(members) for members in model.levels[-1].blocks)
         panes = [graph_pane(priced), steps_pane(priced, model)]
@@ -177,21 +192,50 @@ def _groups(speeds: str | None, alike: Group) -> tuple[Group, ...]:
 
 def _of_blocks(rules: Problem, mode: Mode, ties: str) -> tuple[Partition, dict[str, object]]:
     """The plan, and what was chosen besides."""
-    if (ties == "best" or len(rules.groups) > 1) and mode == "rannc":
-        raise ConfigError("E109", "--compat rannc knows one kind of device, and copies shared weights")
-    if ties == "best" and len(rules.groups) > 1:
-        raise ConfigError("E109", "--speeds and --ties best are answered one at a time")
+    _check_alternatives(rules, mode, ties)
     if ties == "best":
-        most = len(next(iter(rules.shares.values())).ties)
-        if most > _MOST_TIES:
-            raise ConfigError("E109", f"--ties best of {most} shared weights; at most {_MOST_TIES}")
+        _check_ties(len(next(iter(rules.shares.values())).ties))
         found, together = best_ties(rules)
         return found, {"ties_in_one_stage": list(together)}
     if len(rules.groups) > 1:
         found, order = best_order(rules)
-        speeds = [rules.groups[order[stage.group]].speed for stage in found.stages]
-        return found, {"speeds": speeds}
+        return found, {"speeds": _speeds(rules, order, found)}
     return partition_chain(rules, mode=mode), {}
+
+
+def _of_alternatives(
+    solve: Callable[[Problem], ModelPlan], rules: Problem, priced: GraphCosts, ties: str
+) -> tuple[ModelPlan, dict[str, object]]:
+    """The plan of a model, and what was chosen besides."""
+    if ties == "best":
+        level = blocks_by_cuts(priced, MOST_BLOCKS)
+        shared = priced.chain(level, priced.graph.batch).ties
+        _check_ties(len(shared))
+        model, together = best_ties_by(
+            rules, shared, solve, lambda plan: (plan.step_seconds or 0.0, plan.partition)
+        )
+        return model, {"ties_in_one_stage": [shared[i].name for i in together]}
+    if len(rules.groups) > 1:
+        model, order = best_order_by(rules, solve, lambda plan: plan.step_seconds or 0.0)
+        return model, {"speeds": _speeds(rules, order, model.partition)}
+    return solve(rules), {}
+
+
+def _check_alternatives(rules: Problem, mode: Mode, ties: str) -> None:
+    if (ties == "best" or len(rules.groups) > 1) and mode == "rannc":
+        raise ConfigError("E109", "--compat rannc knows one kind of device, and copies shared weights")
+    if ties == "best" and len(rules.groups) > 1:
+        raise ConfigError("E109", "--speeds and --ties best are answered one at a time")
+
+
+def _check_ties(count: int) -> None:
+    if count > MOST_TIES:
+        raise ConfigError("E109", f"--ties best of {count} shared weights; at most {MOST_TIES}")
+
+
+def _speeds(rules: Problem, order: tuple[int, ...], found: Partition) -> list[float]:
+    """Of the devices of each stage."""
+    return [rules.groups[order[stage.group]].speed for stage in found.stages]
 
 
 def _graph(source: str, sizes: tuple[int, int]) -> TaskGraph:

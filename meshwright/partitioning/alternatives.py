@@ -1,17 +1,24 @@
 """Questions that change the problem: tied weights together or copied, and the order of unlike devices.
 
-Owns what is tried; each is answered by the exact search. Copies of a tied weight pay an all-reduce of their gradient
-each step, which is added to the value.
+Owns what is tried; each is answered by the exact search, over blocks (`partition_chain`) or over a model (whatever
+solves a problem and says what its answer is worth). Copies of a tied weight pay an all-reduce of their gradient each
+step, which is added to the value.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from meshwright.errors import DoesNotFitError, PlanError
+from meshwright.partitioning.chain import Tie
 from meshwright.partitioning.partition import Partition, partition_chain
 from meshwright.partitioning.stage_costs import Problem
+
+MOST_TIES = 4
+T = TypeVar("T")
 
 
 def best_ties(problem: Problem) -> tuple[Partition, tuple[int, ...]]:
@@ -23,33 +30,34 @@ def best_ties(problem: Problem) -> tuple[Partition, tuple[int, ...]]:
     Raises:
         DoesNotFitError: E270 where no way fits.
     """
-    chain = next(iter(problem.shares.values()))
+    ties = next(iter(problem.shares.values())).ties
+    return best_ties_by(problem, ties, partition_chain, lambda found: (found.value, found))
+
+
+def best_ties_by(
+    problem: Problem,
+    ties: Sequence[Tie],
+    solve: Callable[[Problem], T],
+    look: Callable[[T], tuple[float, Partition]],
+) -> tuple[T, tuple[int, ...]]:
+    """As `best_ties`, of whatever `solve` answers; `look` gives its value and its stages over the blocks of `ties`."""
     slowest = min(group.bandwidth for group in problem.groups)
-    best: tuple[float, Partition, tuple[int, ...]] | None = None
-    failure: DoesNotFitError | PlanError | None = None
-    assert len(chain.ties) <= 4, f"{len(chain.ties)} ties are {2 ** len(chain.ties)} searches"
-    for number in range(2 ** len(chain.ties)):
-        together = tuple(i for i in range(len(chain.ties)) if number >> i & 1)
-        inside = {
-            cut for i in together for cut in range(chain.ties[i].users[0] + 1, chain.ties[i].users[-1] + 1)
-        }
-        given = dataclasses.replace(problem, forbidden=problem.forbidden | inside)
-        try:
-            found = partition_chain(given)
-        except (DoesNotFitError, PlanError) as error:
-            failure = failure or error
-            continue
+    assert len(ties) <= MOST_TIES, f"{len(ties)} ties are {2 ** len(ties)} searches"
+
+    def tried() -> Iterable[tuple[Problem, tuple[int, ...]]]:
+        for number in range(2 ** len(ties)):
+            together = tuple(i for i in range(len(ties)) if number >> i & 1)
+            inside = {cut for i in together for cut in range(ties[i].users[0] + 1, ties[i].users[-1] + 1)}
+            yield dataclasses.replace(problem, forbidden=problem.forbidden | inside), together
+
+    def value(found: T) -> float:
+        seconds, partition = look(found)
         owners = [
-            sum(any(s.first <= user <= s.last for user in tie.users) for s in found.stages)
-            for tie in chain.ties
+            sum(any(s.first <= u <= s.last for u in tie.users) for s in partition.stages) for tie in ties
         ]
-        copies = sum(2 * (n - 1) / n * tie.bytes / slowest for n, tie in zip(owners, chain.ties, strict=True))
-        if best is None or found.value + copies < best[0]:
-            best = (found.value + copies, found, together)
-    if best is None:
-        assert failure is not None, "no way was tried"
-        raise failure
-    return best[1], best[2]
+        return seconds + sum(2 * (n - 1) / n * t.bytes / slowest for n, t in zip(owners, ties, strict=True))
+
+    return _best(tried(), solve, value)
 
 
 def best_order(problem: Problem) -> tuple[Partition, tuple[int, ...]]:
@@ -58,19 +66,39 @@ def best_order(problem: Problem) -> tuple[Partition, tuple[int, ...]]:
     Raises:
         DoesNotFitError: E270 where no order fits.
     """
-    best: tuple[Partition, tuple[int, ...]] | None = None
+    return best_order_by(problem, partition_chain, lambda found: found.value)
+
+
+def best_order_by(
+    problem: Problem, solve: Callable[[Problem], T], value: Callable[[T], float]
+) -> tuple[T, tuple[int, ...]]:
+    """As `best_order`, of whatever `solve` answers and what that is worth."""
+    orders = itertools.permutations(range(len(problem.groups)))
+    tried = (
+        (dataclasses.replace(problem, groups=tuple(problem.groups[i] for i in order)), order)
+        for order in orders
+    )
+    return _best(tried, solve, value)
+
+
+def _best(
+    tried: Iterable[tuple[Problem, tuple[int, ...]]],
+    solve: Callable[[Problem], T],
+    value: Callable[[T], float],
+) -> tuple[T, tuple[int, ...]]:
+    """The answer of least value with its label, the first of equal ones."""
+    best: tuple[float, T, tuple[int, ...]] | None = None
     failure: DoesNotFitError | PlanError | None = None
-    for order in itertools.permutations(range(len(problem.groups))):
+    for given, label in tried:
         try:
-            found = partition_chain(
-                dataclasses.replace(problem, groups=tuple(problem.groups[i] for i in order))
-            )
+            found = solve(given)
         except (DoesNotFitError, PlanError) as error:
             failure = failure or error
             continue
-        if best is None or found.value < best[0].value:
-            best = (found, order)
+        seconds = value(found)
+        if best is None or seconds < best[0]:
+            best = (seconds, found, label)
     if best is None:
-        assert failure is not None, "no order was tried"
+        assert failure is not None, "nothing was tried"
         raise failure
-    return best
+    return best[1], best[2]

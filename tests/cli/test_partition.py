@@ -76,6 +76,14 @@ def test_a_model_in_stages(tmp_path, monkeypatch):
     assert "arange, embedding, weight" in text
     assert text.count(">scaled_dot_product_attention<") == 1  # of four layers
     assert f"cheapest cuts: {printed['blocks']}" in text
+    tied = json.loads(call(graph, *options, "--ties", "best", "--json").stdout)
+    assert tied["ties_in_one_stage"] == []  # the head reads the embedding: one stage would have all
+    unlike = json.loads(call(graph, *options, "--speeds", "1,3,3,3", "--json").stdout)
+    by_speed = dict(zip(unlike["speeds"], unlike["stages"], strict=True))
+    assert set(by_speed) == {1, 3}
+    assert unlike["step_seconds"] < printed["step_seconds"]
+    error = call(graph, *options, "--speeds", "1,3,3,3", "--ties", "best").exception
+    assert isinstance(error, MeshwrightError)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = json.loads(call(graph, *options, "--costs", "measured", "--json").stdout)
     assert sum(stage["devices"] for stage in measured["stages"]) == 4

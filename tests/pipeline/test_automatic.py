@@ -147,7 +147,7 @@ def test_an_automatic_plan_is_one_device(verifier, ranks, tmp_path, subject, pro
     if fixed:
         assert job.plan.mesh.size("pp") == int(fixed[3])
     if job.plan.mesh.size("pp") > 1:
-        assert len(job.plan.stages) == job.plan.mesh.size("pp") - 1
+        assert len(job.plan.stages) == job.plan.num_stages - 1
     result = verifier.run(verifier.prepare(job), timeout=200)
     assert_one_device(result, limit=1e-11)
     assert len(list((tmp_path / "unit-seconds").iterdir())) == 1, "the next run measures nothing"
