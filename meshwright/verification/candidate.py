@@ -21,7 +21,7 @@ from meshwright.adapt.cut_logits import CutLogits
 from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
-from meshwright.comm.ops import DataGroups, alone
+from meshwright.comm.ops import DataGroups, Group, alone
 from meshwright.comm.watchdog import Watchdog
 from meshwright.data.batches import Batches
 from meshwright.data.index_law import BatchGeometry
@@ -271,12 +271,16 @@ class _Candidate:
             peak_memory_bytes=peak_memory(),
             gradient_samples=self._gradient_samples,
             transport=next(
-                (group.transport.name for group in (self._group, self._model) if group.transport), "none"
+                (group.transport.name for group in self._communicating() if group.transport), "none"
             ),
             copy=self._copy(),
             place=self._groups.pipeline.place if self._groups.has_teams and self._groups.pipeline else 0,
             uncalled=frozenset() if self._executor is None else self._executor.opened,
         )
+
+    def _communicating(self) -> list[Group]:
+        along = self._groups.pipeline
+        return [self._group, self._model, *([] if along is None else [along.all])]
 
     def _copy(self) -> tuple[int, ...]:
         """The ranks that read the same samples: those of a copy of the model, each over the parts of a sequence."""
