@@ -58,7 +58,7 @@ class Parts:
         request = self._request
         host = request.cluster.host
         if host is not None:
-            return host_step(request.work, layout, host)
+            return host_step(request.work, layout, request.cluster)
         layer, head = self._layer_and_head(layout)
         own = sharing or self.sharing(layout)
         pieces = Pieces(layer, head, self._message(layout), own)

@@ -19,8 +19,9 @@ from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.lower import lower
 from meshwright.schedule.timing import Durations
 from meshwright.simulation.host_keys import attend_of, block_of, head_of
-from meshwright.simulation.job import Layout, Workload, num_microbatches
-from meshwright.simulation.machinery import Machinery
+from meshwright.simulation.host_network import network_seconds
+from meshwright.simulation.job import Cluster, Layout, Workload, num_microbatches
+from meshwright.simulation.machinery import Machinery, Wire
 from meshwright.simulation.step import StepSeconds, layer_numel
 from meshwright.simulation.timeline import simulate
 
@@ -48,10 +49,12 @@ class _Pass:
         return self.forward + self.inputs + self.weights + self.again + self.tensor + self.context
 
 
-def host_step(work: Workload, layout: Layout, host: HostProfile) -> StepSeconds:
-    """Predict one step; the layout's blocks must have been measured."""
+def host_step(work: Workload, layout: Layout, cluster: Cluster) -> StepSeconds:
+    """Predict one step on hosts like the one that was measured; the layout's blocks must have been."""
+    host = cluster.host
+    assert host is not None, "a host that was measured"
     one = _one_pass(work, layout, host)
-    m, crowd = num_microbatches(work, layout), _crowd(layout, host)
+    m, crowd = num_microbatches(work, layout), crowd_of(cluster)
     layers = work.model.num_layers
     whole = layers * one.block + sum(one.head) + one.ends + host.microbatch_seconds
     numel = rank_numel(work, layout)
@@ -59,8 +62,9 @@ def host_step(work: Workload, layout: Layout, host: HostProfile) -> StepSeconds:
     weights, gradients = _exchange(layout, host, numel, m, blocks)
     kept = host.accumulate_seconds * numel * (m - 1) if layout.zero < 2 else 0.0
     update = host.update_seconds * numel / (layout.num_shards if layout.zero else 1)
+    network = network_seconds(work, layout, cluster, numel)
     if layout.pp > 1:
-        running, busiest, message = _pipeline(work, layout, host, one)
+        running, busiest, message = _pipeline(work, layout, cluster, one, network.wire)
     else:
         running, busiest, message = crowd * m * whole, m * whole, 0.0
     share = crowd * m * blocks
@@ -72,21 +76,22 @@ def host_step(work: Workload, layout: Layout, host: HostProfile) -> StepSeconds:
         compute=taught.compute * (compute + crowd * kept),
         recompute=taught.compute * share * one.again,
         bubble=taught.waiting * max(0.0, running - compute - beside),
-        tensor=taught.exchange * tensor,
-        context=taught.exchange * context,
+        tensor=taught.exchange * (tensor + network.tensor),
+        context=taught.exchange * (context + network.context),
         pipeline=taught.exchange * message,
-        weights=taught.exchange * crowd * weights,
-        gradients=taught.exchange * crowd * gradients,
+        weights=taught.exchange * (crowd * weights + network.weights),
+        gradients=taught.exchange * (crowd * gradients + network.gradients),
         optimizer=taught.update * crowd * (update + host.step_seconds),
     )
 
 
-def _crowd(layout: Layout, host: HostProfile) -> float:
+def crowd_of(cluster: Cluster) -> float:
     """How many times longer a rank takes than alone on a core; less than 1 where it has several."""
-    share = layout.num_devices * 1.0 / host.cores
-    if share >= 1:
-        return share
-    threads = host.cores // layout.num_devices
+    assert cluster.host is not None, "a host that was measured"
+    ranks, cores = min(cluster.num_devices, cluster.devices_per_node), cluster.host.cores
+    if ranks >= cores:
+        return ranks / cores
+    threads = cores // ranks
     return 1.0 if threads == 1 else 1 / (threads * _THREADS_RATE)
 
 
@@ -207,11 +212,15 @@ def _exchange(layout: Layout, host: HostProfile, numel: float, m: int, blocks: f
 # Pipelines.
 
 
-def _pipeline(work: Workload, layout: Layout, host: HostProfile, one: _Pass) -> tuple[float, float, float]:
+def _pipeline(
+    work: Workload, layout: Layout, cluster: Cluster, one: _Pass, wire: Wire
+) -> tuple[float, float, float]:
     """(seconds of all micro-batches, of them what the busiest rank computes, what messages add to a rank)."""
-    teams = layout.num_devices // layout.pp
-    cores = max(1, min(layout.pp, host.cores // teams))
-    slow = max(1.0, teams / host.cores)
+    host = cluster.host
+    assert host is not None, "a host that was measured"
+    teams, all_cores = layout.num_devices // layout.pp, host.cores * max(1, cluster.num_nodes)
+    cores = max(1, min(layout.pp, all_cores // teams))
+    slow = max(1.0, teams / all_cores)
     m, stages = num_microbatches(work, layout), num_stages(layout)
     head = sum(one.head)
     counts = stage_blocks(work.model.num_layers, stages, head / one.block)
@@ -232,13 +241,13 @@ def _pipeline(work: Workload, layout: Layout, host: HostProfile, one: _Pass) -> 
         inputs.append(slow * back)
         weights.append(slow * count * one.weights if splits else 0.0)
     durations = Durations(tuple(forward), tuple(inputs), tuple(weights))
-    seconds = simulate(lowered, Machinery(durations, cores=cores)).seconds
+    seconds = simulate(lowered, Machinery(durations, wire, cores=cores)).seconds
     per_rank = [
         sum(durations.of(action) for action in program if action.op in COMPUTE) / slow
         for program in lowered.programs
     ]
     beside = m * host.microbatch_seconds
-    crowd = _crowd(layout, host)
+    crowd = crowd_of(cluster)
     return seconds + crowd * beside, max(per_rank) + beside, crowd * 2 * m * num_parts(layout) * message
 
 

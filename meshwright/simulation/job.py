@@ -42,12 +42,17 @@ class Cluster:
     pod_devices: int = 0
     host: HostProfile | None = None
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the last one perhaps not full."""
+        return -(-self.num_devices // self.devices_per_node)
+
 
 def on_host(cluster: Cluster, host: HostProfile) -> Cluster:
-    """The cluster as processes of a host that was measured: one node, its memory shared evenly."""
-    count = cluster.num_devices
+    """The cluster as processes of hosts like the one that was measured, the memory of each shared evenly."""
+    count = min(cluster.num_devices, cluster.devices_per_node)
     machine = replace(cluster.machine, memory_bytes=host.memory_bytes // count)
-    return replace(cluster, machine=machine, devices_per_node=count, host=host)
+    return replace(cluster, machine=machine, host=host)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def predict(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration |
     """
     fit = fit or calibration_of(cluster.machine)
     host = cluster.host
-    step = step_seconds(work, layout, cluster, fit) if host is None else host_step(work, layout, host)
+    step = step_seconds(work, layout, cluster, fit) if host is None else host_step(work, layout, cluster)
     memory = peak_bytes(work, layout, cluster) if host is None else host_peak(work, layout, host)
     machine = cluster.machine
     peak = machine.flops.get("bf16") or machine.flops.get("fp16") or machine.flops["fp32"]

@@ -7,6 +7,7 @@ import pytest
 from meshwright.planner.request import make_request
 from meshwright.planner.search import Wanted, search
 from meshwright.presets import find_model
+from meshwright.presets.counts import num_parameters
 from meshwright.presets.host import BlockTime, CollectiveTime, HostProfile, Learned, PartTime
 from meshwright.simulation.host import host_step, stage_blocks
 from meshwright.simulation.host_keys import attend_of, block_of, head_of
@@ -66,8 +67,17 @@ def host(work=WORK, *, layer=0.0, **changes):
     return HostProfile(**{**values, **changes})
 
 
+def place(layout, profile, **changes):
+    """Where a layout runs: one host by default."""
+    return replace(on_host(parse_cluster(f"{layout.num_devices}xcpu"), profile), **changes)
+
+
+def step_of(layout, **changes):
+    return host_step(WORK, layout, place(layout, host(), **changes))
+
+
 def seconds(layout, profile=None):
-    return host_step(WORK, layout, profile or host()).total
+    return host_step(WORK, layout, place(layout, profile or host())).total
 
 
 # 32 sequences through 4 blocks of 3 ms and a head of 0.5 ms.
@@ -93,8 +103,8 @@ def test_ranks_that_outnumber_cores_take_turns():
     three = Layout(dp=3, micro_batch=1)
     work = replace(WORK, global_batch=30)
     alone = 30 * (4 * 3e-3 + 0.5e-3)
-    assert host_step(work, three, host()).total == pytest.approx(alone / 2)
-    assert host_step(work, three, host(cores=4)).total == pytest.approx(alone / 3)
+    assert host_step(work, three, place(three, host())).total == pytest.approx(alone / 2)
+    assert host_step(work, three, place(three, host(cores=4))).total == pytest.approx(alone / 3)
 
 
 def test_recomputation_is_another_forward():
@@ -103,17 +113,14 @@ def test_recomputation_is_another_forward():
 
 
 def test_a_pipeline_waits_and_zero_bubble_waits_less():
-    times = {
-        name: host_step(WORK, Layout(pp=2, micro_batch=4, schedule=name), host())
-        for name in ("gpipe", "1f1b", "zb-h1")
-    }
+    times = {name: step_of(Layout(pp=2, micro_batch=4, schedule=name)) for name in ("gpipe", "1f1b", "zb-h1")}
     assert all(step.total > ALONE / 2 for step in times.values())
     assert times["zb-h1"].total < times["1f1b"].total
     assert times["1f1b"].bubble > 0
-    finer = host_step(WORK, Layout(pp=2, micro_batch=1), host())
+    finer = step_of(Layout(pp=2, micro_batch=1))
     assert finer.total < times["1f1b"].total
     # Four stages on two cores: whoever waits leaves its core to another.
-    crowded = host_step(WORK, Layout(pp=4, micro_batch=1), host())
+    crowded = step_of(Layout(pp=4, micro_batch=1))
     assert ALONE / 2 < crowded.total < 1.2 * ALONE / 2
 
 
@@ -134,7 +141,7 @@ def test_what_a_micro_batch_and_its_blocks_cost_beside_their_operations():
 def test_what_runs_taught_multiplies_parts():
     layout = Layout(pp=2, micro_batch=4)
     plain, taught = (
-        host_step(WORK, layout, host(learned=learned))
+        host_step(WORK, layout, place(layout, host(learned=learned)))
         for learned in (Learned(), Learned(compute=1.5, waiting=0.5))
     )
     assert taught.compute == pytest.approx(1.5 * plain.compute)
@@ -170,3 +177,26 @@ def test_a_search_on_a_host_prices_everything_by_what_was_measured():
         (1, 1, 2, 1),
         (1, 1, 1, 2),
     }
+
+
+def test_between_hosts_the_network_is_added():
+    data, pipe = Layout(dp=2, micro_batch=16), Layout(pp=2, micro_batch=1)
+    for layout in (data, pipe):
+        apart = {"devices_per_node": 1, "host": host(cores=1)}
+        near = step_of(layout, **apart, nic_bytes_per_second=1e15).total
+        far = step_of(layout, **apart, nic_bytes_per_second=25e6).total
+        assert far > near >= step_of(layout).total
+    slow, fast = (
+        {
+            layout.pp: step_of(
+                layout, devices_per_node=1, host=host(cores=1), nic_bytes_per_second=rate
+            ).total
+            for layout in (data, pipe)
+        }
+        for rate in (2e6, 1e9)
+    )
+    # 3.4 MB of weights twice, or 32 sequences of 64 KiB there and back, beside each other and beside computations.
+    assert fast[1] < fast[2]
+    assert slow[1] == pytest.approx(
+        ALONE / 2 + 2 * (1e-4 + 4 * num_parameters(WORK.model) / 2 / 2e6), rel=0.01
+    )
