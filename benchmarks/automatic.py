@@ -104,13 +104,13 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Basic blocks at four levels, whose costs are unlike."""
+    """Basic blocks at four levels; the first ones take most of the time, the last ones have most weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
-        widths, depths = (16, 32, 64, 96), (2, 2, 3, 2)
-        blocks, before = [], 16
+        self.stem = nn.Conv2d(3, 32, 3, 1, 1, bias=False)
+        widths, depths = (32, 48, 64, 96), (2, 2, 3, 2)
+        blocks, before = [], 32
         for level, (width, depth) in enumerate(zip(widths, depths, strict=True)):
             for number in range(depth):
                 blocks.append(Residual(before, width, 2 if level and not number else 1))
