@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.training.step import evaluate
-from tests.sharding.harness import accumulate, check_gradients, make_engine
+from tests.sharding.harness import accumulate, assemble, check_gradients, gradient_pieces, make_engine
 
 WIDTH = 6
 
@@ -171,6 +171,34 @@ def test_a_checkpoint_around_a_unit_keeps_no_activations(ranks) -> None:
         assert alive == [False] * 3
     for alive in ranks.run(_activations_after_forward, 2, "tuple"):
         assert alive == [True] * 3
+
+
+def _in_turns(mesh, are_told: bool) -> tuple[dict[str, int], list[str], Any]:
+    """Two micro-batches whose forwards both come before their backwards: (bytes, units left gathered, gradients)."""
+    model = _build_chain("plain")
+    engine = make_engine(mesh, model, "zero3")
+    engine.start_step()
+    turns = [(0, m) if are_told else None for m in range(2)]
+    losses = []
+    for m in range(2):
+        engine.start_forward(turns[m])
+        losses.append(_loss(model, mesh.rank, m))
+    for m in range(2):
+        engine.expect_gradients(last=m == 1)
+        engine.start_backward(turns[m])
+        losses[m].backward()
+        engine.finish_microbatch()
+    return engine.storage_bytes(), engine.gathered_units, gradient_pieces(engine)
+
+
+def test_forwards_that_are_told_apart_reduce_unit_by_unit(ranks) -> None:
+    """As in a pipeline. Untold, all units of a micro-batch but the newest are open until its end."""
+    told, untold = (ranks.run(_in_turns, 2, are_told) for are_told in (True, False))
+    for (held, gathered, _), (more, _, _) in zip(told, untold, strict=True):
+        assert gathered == []
+        assert held["pool"] < more["pool"]
+    first, second = (assemble([pieces for *_, pieces in found]) for found in (told, untold))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def _passes_on() -> nn.Module:
