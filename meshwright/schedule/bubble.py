@@ -7,16 +7,21 @@ whatever these take; each is written here as what it has more (or less) than one
 2024) a rank that is done begins the next step at once, its update being validated later: ranks are then shifted in
 time, and the ramp at the start of a step costs nothing (`joined`).
 
-Simplifications: stages take equally long; messages are free; dualpipe is given as if it left no gap but its ramp.
+Simplifications: stages take equally long; messages are free; of dualpipe only a few paths are known.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import lru_cache
 
 from meshwright.schedule.catalogue import make_schedule
-from meshwright.schedule.timing import Durations, makespan
+from meshwright.schedule.check import gives, needs_of
+from meshwright.schedule.timing import Durations, makespan, run
 
+# Forward, gradients of inputs, gradients of weights of a transformer's stage, in proportion.
+_TRANSFORMER = (1.0, 1.3, 0.8)
 # Of a path: forwards, gradients of inputs, gradients of weights.
 _Path = tuple[int, int, int]
 
@@ -48,8 +53,7 @@ def extra_seconds(
     if name == "serial":
         return (p - 1) * whole * m
     if name == "dualpipe":
-        forward, inputs, weights = seconds
-        return max(0.0, (p // 2 - 1) * (forward + inputs - weights))
+        return _bidirectional(p, m, seconds)
     if name not in _PATHS:
         return (p - 1) * whole / chunks
     if name == "zb-v" and p + 1 < m < 2 * p:
@@ -70,6 +74,42 @@ def _run(name: str, p: int, m: int, seconds: tuple[float, float, float]) -> floa
         schedule.num_stages, forward=forward, input_gradient=inputs, weight_gradient=weights
     )
     return makespan(schedule, times) - m * sum(seconds)
+
+
+def _bidirectional(p: int, m: int, seconds: tuple[float, float, float]) -> float:
+    """Its order is searched for and has no pattern in p: what is longest for a transformer's stages is taken from the
+    order itself. Where gradients of inputs take more than the mean of the rest, each two micro-batches add to it."""
+    if p % 2 or m % 2 or m < 2 * p:
+        return _run("dualpipe", p, m, seconds)
+    forward, inputs, weights = seconds
+    ramp = (p // 2 - 1) * (forward + inputs - weights)
+    f, i, w = _longest(p, 2 * p)
+    more = (m - 2 * p) // 2 * min(2, p // 2 - 1)
+    steep = (f - more) * forward + (i + 2 * more) * inputs + (w - more) * weights
+    return max(0.0, ramp, steep)
+
+
+@lru_cache(maxsize=64)
+def _longest(p: int, m: int) -> _Path:
+    """The longest path of dualpipe beyond one rank's own work, by going back from the last end."""
+    schedule, times = make_schedule("dualpipe", p, m), _TRANSFORMER
+    lines = run(
+        schedule,
+        Durations.equal(p, forward=times[0], input_gradient=times[1], weight_gradient=times[2]),
+    )
+    made = {gives(item.action): item for line in lines for item in line}
+    before = {item.action: earlier for line in lines for earlier, item in itertools.pairwise(line)}
+    counts, item = dict.fromkeys("FIW", 0), max((line[-1] for line in lines), key=lambda last: last.end)
+    while True:
+        ops = ("I", "W") if item.action.op == "B" else (item.action.op,)
+        for op in ops:
+            counts[op] += 1
+        waited = [made[need] for need in needs_of(item.action, schedule.num_stages)]
+        waited += [before[item.action]] if item.action in before else []
+        if not waited:
+            break
+        item = max(waited, key=lambda earlier: earlier.end)
+    return counts["F"] - m, counts["I"] - m, counts["W"] - m
 
 
 def _h1(p: int, m: int) -> tuple[_Path, ...]:

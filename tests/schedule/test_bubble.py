@@ -78,6 +78,20 @@ def test_steps_that_do_not_wait_for_one_another_lose_no_ramp(name):
                 compare(name, p, m, seconds, joined=True)
 
 
+def test_the_bidirectional_order_is_met_for_the_stages_of_a_transformer():
+    rng = random.Random(0)
+    for p in (2, 4, 6, 8):
+        for m in (2 * p, 3 * p, 4 * p):
+            for _ in range(3):
+                seconds = (1.0, rng.uniform(1.0, 1.6), rng.uniform(0.6, 1.0))
+                schedule = make_schedule("dualpipe", p, m)
+                took = makespan(schedule, durations(schedule, seconds))
+                priced = m * sum(seconds) + extra_seconds("dualpipe", p, m, seconds)
+                assert priced == pytest.approx(took, rel=0.01), (p, m, seconds)
+    # Fewer or odd numbers of micro-batches are run.
+    compare("dualpipe", 4, 5, (1.0, 1.3, 0.8))
+
+
 def test_more_micro_batches_than_fill_the_pipeline_add_nothing_and_fewer_cost():
     even = (1.0, 1.0, 1.0)
     for name, full in (("zb-h1", 8), ("zb-h2", 15), ("zb-v", 16)):
