@@ -152,26 +152,23 @@ def _forward(module: nn.Linear, place: _Place, x: Tensor) -> Tensor:
     return _LinearInto.apply(x, module.weight, module.bias, place)
 
 
-class Lends(Protocol):
+class TakesGradients(Protocol):
     """Has memory for gradients."""
 
     def lender(self, parameter: nn.Parameter) -> Lend | None:
         """What lends the memory for the gradient of `parameter`, if anything does."""
 
-
-class Adds(Lends, Protocol):
-    """Adds up gradients."""
-
     def adder(self, parameter: nn.Parameter) -> Add | None:
-        """What adds a product to the gradient of `parameter` past autograd."""
+        """What adds a product to the gradient of `parameter` past autograd, if anything does."""
 
 
 def install(
-    model: nn.Module, engine: Lends, deferred: tuple[Adds, Deferral] | None = None
+    model: nn.Module, gradients: TakesGradients, deferral: Deferral | None = None
 ) -> Callable[[], None]:
-    """Let every plain `nn.Linear` of `model` write its weight gradient into `engine`'s buffers.
+    """Let every plain `nn.Linear` of `model` write its weight gradient into the buffers of `gradients`.
 
-    Subclasses and modules whose `forward` was replaced are left alone. `deferred` takes weight gradients that wait.
+    Subclasses and modules whose `forward` was replaced are left alone. With `deferral` gradients go past autograd, and
+    may wait.
 
     Returns:
         A function that undoes it.
@@ -180,11 +177,11 @@ def install(
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
             weight = cast(nn.Parameter, module.weight)
-            lend = engine.lender(weight)
+            lend = gradients.lender(weight)
             if lend is not None:
-                adds = () if deferred is None else (deferred[0].adder(weight), deferred[1])
+                add = None if deferral is None else gradients.adder(weight)
                 # An attribute of the instance; the class keeps its method.
-                vars(module)["forward"] = partial(_forward, module, _Place(lend, weight, *adds))
+                vars(module)["forward"] = partial(_forward, module, _Place(lend, weight, add, deferral))
                 adapted.append(module)
 
     def undo() -> None:

@@ -42,7 +42,7 @@ def install(
     undos = [
         precision.install(model, engine.compute_dtype),
         batch_norm.install(model, engine.groups.workers),
-        linear.install(model, engine, None if deferral is None else (engine, deferral)),
+        linear.install(model, engine.gradients, deferral),
         # Last, around all of these: what runs again is what ran.
         install_recompute(
             model,

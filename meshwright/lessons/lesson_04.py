@@ -18,7 +18,8 @@ from meshwright.layout.policy import find_policy
 from meshwright.lessons.parity import check_parity
 from meshwright.lessons.pictures import bars
 from meshwright.lessons.stepping import accumulate_gradients
-from meshwright.sharding.engine import ShardingEngine, plan_units
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.sharding.units import plan_units
 from meshwright.testing.ranks import RankPool
 
 NUM_RANKS, NUM_STEPS, WIDTH, LR = 4, 5, 16, 1.0

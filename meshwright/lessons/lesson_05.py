@@ -23,7 +23,8 @@ from meshwright.lessons.pictures import stacked_bytes
 from meshwright.lessons.stepping import accumulate_gradients
 from meshwright.models import build_model, language_model_loss
 from meshwright.presets import find_model, num_parameters
-from meshwright.sharding.engine import ShardingEngine, plan_units
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.sharding.units import plan_units
 from meshwright.testing.ranks import RankPool
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 

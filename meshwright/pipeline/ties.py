@@ -38,7 +38,7 @@ class SharedParameters:
     ) -> None:
         self._engine, self._groups = engine, groups
         self._shared: list[tuple[BucketMemory, tuple[int, ...]]] = []
-        for memory in engine.trained_memories:
+        for memory in engine.gradients.memories:
             places = holders.get(memory.bucket.parameters[0].name, ())
             if len(places) > 1:
                 memory.is_shared = True
@@ -89,7 +89,7 @@ class SharedParameters:
                 self._take(memory, used, (places[0], mine), number, adds=False)
             for spec, count in zip(memory.bucket.parameters, used.tolist(), strict=True):
                 if count:
-                    self._engine.mark_used(spec.name)
+                    self._engine.gradients.mark_used(spec.name)
             memory.awaits_sum = False
             memory.start_fetch()
         for handle in (handle for handles in given for handle in handles):
@@ -97,7 +97,9 @@ class SharedParameters:
 
     def _uses(self, memory: BucketMemory) -> Tensor:
         names = [spec.name for spec in memory.bucket.parameters]
-        used = torch.tensor([float(self._engine.is_used(name)) for name in names], dtype=torch.float64)
+        used = torch.tensor(
+            [float(self._engine.gradients.is_used(name)) for name in names], dtype=torch.float64
+        )
         return used.to(self._engine.device)
 
     def _routes(self, memory: BucketMemory, source: int, target: int) -> list[Route]:

@@ -23,24 +23,21 @@ knows nothing of optimizers.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import ops
 from meshwright.comm.ops import DataGroups, Group
-from meshwright.errors import LoopError
-from meshwright.layout.bucket import Piece, Unit
-from meshwright.layout.grouping import Division, group_by_module, group_by_size
+from meshwright.layout.bucket import Piece
 from meshwright.layout.policy import ShardingPolicy
 from meshwright.layout.tensor_layout import CutRegion, TensorLayout
 from meshwright.sharding.gatherer import GatheredUnit, Gatherer, Turn
+from meshwright.sharding.gradients import Gradients
 from meshwright.sharding.host import HostCopies
 from meshwright.sharding.memory import BucketMemory, Initialiser
 from meshwright.sharding.placement import (
@@ -52,15 +49,8 @@ from meshwright.sharding.placement import (
     place_of,
     pooled_bytes,
 )
-from meshwright.sharding.units import (
-    assign_units,
-    find_units,
-    parameter_specs,
-)
+from meshwright.sharding.units import find_units, plan_units
 
-# Reductions that stay in flight behind the newest backward work: more hides nothing (the next one waits for the
-# wire) and each holds a buffer. `layout/accounting.py` counts these buffers.
-REDUCTIONS_IN_FLIGHT = 1
 # Rows of the norm: float32 sums over longer vectors lose digits (7e-4 relative at 16.8 M elements), so squares
 # are summed in float32 over short rows and in float64 over rows.
 NORM_ROW_NUMEL = 1 << 12
@@ -173,26 +163,26 @@ class ShardingEngine:
             move_buffers(model, device)
         self._trained = [memory for memory in self.memories if memory.bucket.trainable]
         self._make_pools(device)
+        root = [
+            m
+            for u, memories in zip(self.units, self._unit_memories, strict=True)
+            if u.is_root
+            for m in memories
+        ]
+        self.gradients = Gradients(
+            self._trained,
+            policy,
+            groups,
+            pools=self._gradient_pools,
+            root=root if policy.shards_parameters else None,
+        )
         self._make_shards()
         self.compute_dtype = compute_dtype
         self._offloads = offload
-        self._used: set[str] = set()
         # Tensors that a rank with another part of the model counts and writes, and what the whole model has.
         self.counted_elsewhere: frozenset[str] = frozenset()
         self.whole: WholeModel | None = None
-        self._last = True
-        self._in_backward = False
-        self._next_bucket = 0
-        self._in_flight: list[BucketMemory] = []
         self._gatherer = self._make_gatherer(model) if policy.shards_parameters else None
-        # Hooks of a tensor live in C++, where Python's collector sees no cycle: one that held the engine would keep
-        # it, its model and the threads of its process groups for ever.
-        engine = weakref.ref(self)
-        for number, memory in enumerate(self._trained):
-            for position, parameter in enumerate(memory.parameters):
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _p, number=number, position=position: _take_for(engine, number, position)
-                )
 
     def _make_pools(self, device: torch.device) -> None:
         """Memory of open gradients and of gathered weights."""
@@ -225,6 +215,7 @@ class ShardingEngine:
         self.shards = [shard for shards in self._shards_of.values() for shard in shards]
 
     def _make_gatherer(self, model: nn.Module) -> Gatherer:
+        gradients = self.gradients  # not the engine: modules would hold it in a cycle through C++
         units = [
             GatheredUnit(unit.name, memories)
             for unit, memories in zip(self.units, self._unit_memories, strict=True)
@@ -235,16 +226,14 @@ class ShardingEngine:
             self.groups.shard,
             pools=self._weight_pools,
             keep_last=self.policy.keep_last,
-            finish_unit=self._finish_unit,
+            finish_unit=lambda unit: gradients.reduce(unit.memories),
         )
 
     # The life of a step.
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
-        self._used.clear()
-        for memory in self._trained:
-            memory.start_step()
+        self.gradients.start_step()
 
     def start_microbatch(self, *, last: bool) -> None:
         """Before a forward; `last` says that no further micro-batch follows in this step."""
@@ -253,10 +242,7 @@ class ShardingEngine:
 
     def expect_gradients(self, *, last: bool) -> None:
         """Before a backward, wherever its forward was; `last` says that none follows in this step."""
-        self._last = last
-        self._next_bucket = 0
-        for memory in self._trained:
-            memory.start_microbatch()
+        self.gradients.expect(last=last)
 
     def start_forward(self, turn: Turn | None = None) -> None:
         """Before a forward, whenever its backward will be; `turn`: its stage and micro-batch in a pipeline."""
@@ -265,36 +251,16 @@ class ShardingEngine:
 
     def start_backward(self, turn: Turn | None = None) -> None:
         """Between forward and backward; `turn`: that of the forward."""
-        self._in_backward = True
+        self.gradients.in_backward = True
         if self._gatherer is not None:
             self._gatherer.start_backward(turn)
 
     def finish_microbatch(self) -> None:
         """After a backward: reduce what is incomplete, free what is gathered."""
-        self._in_backward = False
+        self.gradients.in_backward = False
         if self._gatherer is not None:
             self._gatherer.finish_backward()
-            self._finish_root()
-        elif self._reduces_now:
-            for position in range(self._next_bucket, len(self._trained)):
-                self._reduce(self._trained[position])
-        self._drain(0)
-        if self._last:
-            self._finish_sums()
-
-    def _finish_sums(self) -> None:
-        """Every gradient shard holds the sum of the whole step, over all copies of the model."""
-        for memory in self._trained:
-            memory.finish_step_sum()
-            if self.policy.shards_optimizer:  # not yet begun where the last micro-batch left the bucket out
-                memory.start_copies_sum(self.groups.replicate)
-        for memory in self._trained:
-            if memory.copies_sum is not None:
-                memory.copies_sum.wait()
-            if _is_partial(memory) and self.groups.tensor is not None:
-                total = ops.all_reduce(memory.gradient_shard, self.groups.tensor, cause="partial gradients")
-                total.wait()
-            memory.start_fetch()
+        self.gradients.finish_microbatch()
 
     def finish_step(self) -> None:
         """After the optimizer: updated masters go into weights, and these to other ranks where the policy says so."""
@@ -366,7 +332,9 @@ class ShardingEngine:
 
     def used_mask(self) -> Tensor:
         """float64 vector over `parameter_names`: 1 where this rank got a gradient in this step."""
-        return torch.tensor([float(name in self._used) for name in self._names], dtype=torch.float64)
+        return torch.tensor(
+            [float(self.gradients.is_used(name)) for name in self._names], dtype=torch.float64
+        )
 
     def norm_squared(self) -> Tensor:
         """Sum of squares (float64, 0-dim) over the gradient elements that this rank counts.
@@ -449,170 +417,6 @@ class ShardingEngine:
             if group.transport is not None:
                 result["communication"] += group.transport.scratch_bytes
         return result
-
-    # Gradients.
-
-    @property
-    def trained_memories(self) -> list[BucketMemory]:
-        """The buckets that get gradients, in the order of their reductions."""
-        return self._trained
-
-    def is_used(self, name: str) -> bool:
-        """Whether a parameter got a gradient on this rank in this step."""
-        return name in self._used
-
-    def mark_used(self, name: str) -> None:
-        """A parameter got a gradient on another rank that holds it."""
-        self._used.add(name)
-
-    def adder(self, parameter: nn.Parameter) -> Callable[[Tensor, Tensor], bool] | None:
-        """For a trained parameter: a function that adds the product of two matrices to its gradient, past autograd.
-
-        Hooks of the parameter do not see it. The gradient is complete when autograd has come to the parameter with
-        nothing, or at the end of the backward. The function returns False, and does nothing, outside of backward. None
-        where the product has another dtype than the sum.
-        """
-        for memory in self._trained:
-            for position, candidate in enumerate(memory.parameters):
-                if candidate is parameter and not memory.bucket.has_master:
-                    return partial(self._add_product, memory, position)
-        return None
-
-    def _add_product(self, memory: BucketMemory, position: int, left: Tensor, right: Tensor) -> bool:
-        if not self._in_backward:  # e.g. torch.autograd.grad inside the loss: its result is the user's
-            return False
-        self._admit(memory, position)
-        memory.add_product(position, left, right)
-        return True
-
-    def lender(self, parameter: nn.Parameter) -> Callable[[], Tensor | None] | None:
-        """For a trained parameter: a function that lends the memory where its gradient belongs, in backward.
-
-        It returns None where the gradient must not be written in place: a second use in the same micro-batch, or a
-        sum of earlier ones already there.
-        """
-        for memory in self._trained:
-            if memory.bucket.has_master:  # no product of 16 bits writes float32 (docs/decisions/013)
-                continue
-            for position, candidate in enumerate(memory.parameters):
-                if candidate is parameter:
-                    return partial(self._lend, memory, position)
-        return None
-
-    def _lend(self, memory: BucketMemory, position: int) -> Tensor | None:
-        if not self._in_backward:  # e.g. torch.autograd.grad inside the loss: its result is the user's
-            return None
-        if memory.gradients is None:
-            memory.open(self._gradient_pools[memory])
-        return memory.lend(position)
-
-    @property
-    def _reduces_now(self) -> bool:
-        return self.policy.shards_gradients or self._last
-
-    def _take(self, memory: BucketMemory, position: int) -> None:
-        if memory.parameters[position].grad is not None:
-            self._admit(memory, position)
-            memory.take_gradient(position)
-        elif not self._in_backward:
-            return
-        memory.missing.discard(position)  # else it was added past autograd, or there is none
-        if not memory.missing and self._gatherer is None and self._reduces_now:
-            self._reduce_in_order()
-
-    def _admit(self, memory: BucketMemory, position: int) -> None:
-        name = memory.bucket.parameters[position].name
-        if not self._in_backward:
-            raise LoopError(
-                "E701",
-                f"parameter {name!r} got a gradient outside of a step, where nothing sums it over the ranks: call "
-                f"backward() inside `with model.accumulate():`",
-            )
-        if memory.reduced:
-            raise RuntimeError(
-                f"parameter {name!r} got a gradient after {memory.bucket.name} was reduced: it is used in several "
-                f"backward passes of one micro-batch. Use checkpoint(..., use_reentrant=False)."
-            )
-        if memory.gradients is None:
-            memory.open(self._gradient_pools[memory])
-        self._used.add(name)
-
-    def _reduce_in_order(self) -> None:
-        """Start reductions of complete buckets, never one before its predecessors: every rank the same order."""
-        while self._next_bucket < len(self._trained) and not self._trained[self._next_bucket].missing:
-            self._reduce(self._trained[self._next_bucket])
-            self._next_bucket += 1
-
-    def _finish_unit(self, unit: GatheredUnit) -> None:
-        for memory in unit.memories:
-            if memory.bucket.trainable:
-                self._reduce(memory)
-
-    def _finish_root(self) -> None:
-        for unit, memories in zip(self.units, self._unit_memories, strict=True):
-            if unit.is_root:
-                for memory in memories:
-                    if memory.bucket.trainable:
-                        self._reduce(memory)
-
-    def _reduce(self, memory: BucketMemory) -> None:
-        if memory.sums_in_shard and memory.gradients is None:
-            memory.open(
-                self._gradient_pools[memory]
-            )  # no parameter of it got a gradient here; a peer may have some
-        memory.start_reduction(self.groups)
-        self._in_flight.append(memory)
-        if self.policy.shards_optimizer:
-            self._drain(REDUCTIONS_IN_FLIGHT)
-
-    def _drain(self, keep: int) -> None:
-        while len(self._in_flight) > keep:
-            memory = self._in_flight.pop(0)
-            memory.finish_reduction()
-            if memory.sums_in_shard:
-                memory.close(self._gradient_pools[memory])
-            if self._last and self.policy.shards_optimizer and self.groups.replicate.size > 1:
-                memory.start_copies_sum(self.groups.replicate)  # behind the rest of the backward
-            elif self._last and not _is_partial(memory):
-                memory.start_fetch()
-
-
-def _is_partial(memory: BucketMemory) -> bool:
-    """Whether the ranks of a copy of the model have each a part of the sum."""
-    return memory.bucket.parameters[0].is_partial
-
-
-def _take_for(reference: weakref.ref[ShardingEngine], number: int, position: int) -> None:
-    """The hook of parameter `position` of trained bucket `number`: its gradient is complete."""
-    engine = reference()
-    if engine is not None:
-        engine._take(engine._trained[number], position)
-
-
-def plan_units(  # noqa: PLR0913 - whatever decides how buckets are cut
-    model: nn.Module,
-    policy: ShardingPolicy,
-    num_shards: int,
-    compute_dtype: torch.dtype | None = None,
-    places: Mapping[str, torch.device] | None = None,
-    *,
-    first_owner: int = 0,
-    tensor_layout: TensorLayout | None = None,
-    apart: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Unit, ...]:
-    """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`, `Division`.
-
-    What is partial is small, and lies in the root: one sum over the ranks of a copy a step is for all of it.
-    """
-    partial_names = () if tensor_layout is None else tensor_layout.partial
-    specs = parameter_specs(model, compute_dtype, places, partial=partial_names, apart=apart)
-    if tensor_layout is not None:
-        specs = [replace(spec, even_numel=tensor_layout.even_numel(spec.name, spec.shape)) for spec in specs]
-    division = Division(num_shards, policy.alignment_numel, policy.ownership, first_owner)
-    if policy.shards_parameters:
-        unit_of = assign_units(model, find_units(model)) | dict.fromkeys(partial_names, "")
-        return group_by_module(specs, unit_of, division)
-    return group_by_size(specs, division, bucket_bytes=policy.bucket_bytes)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which modules of an unmodified model are gathered and freed as one.
+"""How the parameters of an unmodified model are grouped: which modules are gathered and freed as one, and buckets.
 
 A unit is a child of an outermost `nn.ModuleList` or `nn.Sequential`: the repeated blocks that nearly every model
 is made of. Parameters outside of them, and those that several units share (tied weights, shared modules), belong
@@ -8,12 +8,16 @@ to the root, which stays gathered from the first forward to the end of the backw
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from meshwright.layout.bucket import ParameterSpec
+from meshwright.layout.bucket import ParameterSpec, Unit
+from meshwright.layout.grouping import Division, group_by_module, group_by_size
+from meshwright.layout.policy import ShardingPolicy
+from meshwright.layout.tensor_layout import TensorLayout
 
 # Their kernels want parameters in the type of their running statistics, which stay float32.
 _IN_MASTER_TYPE = (
@@ -118,3 +122,29 @@ def assign_units(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, str
         only_inside = inside.get(parameter, 0) == uses[parameter]
         assigned[name] = next(iter(names)) if len(names) == 1 and only_inside else ""
     return assigned
+
+
+def plan_units(  # noqa: PLR0913 - whatever decides how buckets are cut
+    model: nn.Module,
+    policy: ShardingPolicy,
+    num_shards: int,
+    compute_dtype: torch.dtype | None = None,
+    places: Mapping[str, torch.device] | None = None,
+    *,
+    first_owner: int = 0,
+    tensor_layout: TensorLayout | None = None,
+    apart: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Unit, ...]:
+    """Group the model's parameters into units and buckets as `policy` wants them; see `parameter_specs`, `Division`.
+
+    What is partial is small, and lies in the root: one sum over the ranks of a copy a step is for all of it.
+    """
+    partial_names = () if tensor_layout is None else tensor_layout.partial
+    specs = parameter_specs(model, compute_dtype, places, partial=partial_names, apart=apart)
+    if tensor_layout is not None:
+        specs = [replace(spec, even_numel=tensor_layout.even_numel(spec.name, spec.shape)) for spec in specs]
+    division = Division(num_shards, policy.alignment_numel, policy.ownership, first_owner)
+    if policy.shards_parameters:
+        unit_of = assign_units(model, find_units(model)) | dict.fromkeys(partial_names, "")
+        return group_by_module(specs, unit_of, division)
+    return group_by_size(specs, division, bucket_bytes=policy.bucket_bytes)

@@ -289,9 +289,12 @@ class _Lends:
         self.lent = {w: torch.empty_like(w, requires_grad=False) for w in matrices if w.requires_grad}
 
     def lender(self, parameter: nn.Parameter) -> Callable[[], Tensor | None] | None:
-        """See `ShardingEngine`."""
+        """See `Gradients`."""
         memory = self.lent.get(parameter)
         return None if memory is None else memory.detach
+
+    def adder(self, _parameter: nn.Parameter) -> None:
+        """Outside of pipelines nothing goes past autograd."""
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -34,7 +34,8 @@ from meshwright.layout.recompute import parse_recompute
 from meshwright.partitioning.checkpointing import Span
 from meshwright.recompute.install import reruns_of_model
 from meshwright.recompute.live_bytes import LiveBytes
-from meshwright.sharding.engine import ShardingEngine, plan_units
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.sharding.units import plan_units
 from meshwright.training.activations import Phase, Subject, count_activations, executed_flops, reason_of
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.precision import COMPUTE_DTYPES

@@ -48,7 +48,7 @@ def _loss(model: Any, rank: int, microbatch: int, *, shape: tuple[int, ...]) -> 
 def _gradients(mesh: Any, policy: str, shape: tuple[int, ...]) -> Any:
     model = _build()
     engine = make_engine(mesh, model, policy)
-    linear.install(model, engine)
+    linear.install(model, engine.gradients)
     accumulate(engine, lambda m, rank, k: _loss(m, rank, k, shape=shape), mesh.rank, 2)
     return gradient_pieces(engine)
 
@@ -91,7 +91,7 @@ def _past_autograd(mesh: Any, policy: str, waits: bool) -> Any:
     model, deferral = _build_used_twice(), linear.Deferral()
     again = partial(checkpoint, model, use_reentrant=False)
     engine = make_engine(mesh, model, policy)
-    linear.install(model, engine, (engine, deferral))
+    linear.install(model, engine.gradients, deferral)
     engine.start_step()
     for microbatch in range(3):
         engine.start_microbatch(last=microbatch == 2)
@@ -155,7 +155,7 @@ def test_a_backward_inside_of_the_steps_adds_nothing(waits: bool) -> None:
         model, policy=find_policy("ddp"), groups=DataGroups.of(group), device=torch.device("cpu")
     )
     deferral = linear.Deferral()
-    linear.install(model, engine, (engine, deferral))
+    linear.install(model, engine.gradients, deferral)
     products: list[Tensor] = []
     deferral.informed = lambda weight, _left, _right: products.append(weight)
     engine.start_step()

@@ -76,7 +76,7 @@ def candidate(mesh: Any, case: Case) -> dict[str, Any]:
         device=torch.device("cpu"),
         initialiser=lambda name, start, stop, _dtype: values[name][start:stop],
     )
-    linear.install(model, engine)
+    linear.install(model, engine.gradients)
     state = TrainState(engine, ShardedOptimizer(case.spec, engine.shards))
     losses, norms, gradients = [], [], []
     for step in range(NUM_STEPS):

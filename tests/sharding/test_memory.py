@@ -16,7 +16,8 @@ from meshwright.layout.policy import ShardingPolicy, find_policy
 from meshwright.models.gpt import GPT, GPTConfig
 from meshwright.models.initial import initialise
 from meshwright.models.loss import language_model_loss
-from meshwright.sharding.engine import ShardingEngine, plan_units
+from meshwright.sharding.engine import ShardingEngine
+from meshwright.sharding.units import plan_units
 from meshwright.training.optimizer import OptimizerSpec
 from meshwright.training.step import train_step
 from tests.sharding.harness import POLICIES, make_state
@@ -42,8 +43,8 @@ class _Moments:
         self.seen: dict[str, Numbers] = {}
         self._in_backward = False
         for owner, name in [
-            (engine, "_take"),
-            (engine, "_reduce"),
+            (engine.gradients, "_take"),
+            (engine.gradients, "_reduce"),
             (engine._gatherer, "_start_gather"),
             (engine._gatherer, "_release"),
         ]:

@@ -25,7 +25,7 @@ def test_products_past_autograd_are_seen_and_stay_past_it(waits: bool) -> None:
     engine = ShardingEngine(
         model, policy=find_policy("ddp"), groups=DataGroups.of(group), device=torch.device("cpu")
     )
-    linear.install(model, engine, (engine, deferral))
+    linear.install(model, engine.gradients, deferral)
     seen = Contributions(dict(model.named_parameters()), deferral)
     engine.start_step()
     for number in range(2):
