@@ -67,6 +67,8 @@ class Problem:
         routing: of tensors that skip stages.
         forbidden: cuts that are not allowed.
         update_seconds: of the optimizer, for a byte of weights; where state is cut, each replica has its part.
+        moved: how often q replicas move (q - 1) / q of their weights, or of gradients: in each forward, in each
+            backward, and after a step.
         gradient_bandwidth: bytes per second of an all-reduce; None: the slowest of the groups.
         most_gradient_seconds: a stage whose all-reduce of gradients and update take longer is not allowed.
     """
@@ -83,6 +85,7 @@ class Problem:
     routing: Routing = "relay"
     forbidden: frozenset[int] = frozenset()
     update_seconds: float = 0.0
+    moved: tuple[float, float, float] = (0.0, 0.0, 2.0)
     gradient_bandwidth: float | None = None
     most_gradient_seconds: float = math.inf
 
@@ -144,8 +147,17 @@ class StageCosts:
             messages = (received + sent) / kind.bandwidth + kind.message_seconds * ends
             forward = chain.forward / kind.speed
             backward = chain.backward / kind.speed + (forward if self.problem.recompute else 0.0)
-            self._made[key] = (forward + messages, backward + messages)
+            move = (replicas - 1) / replicas / self._gradient_bandwidth * chain.params
+            times = self.problem.moved
+            self._made[key] = (
+                forward + messages + times[0] * move,
+                backward + messages + times[1] * move,
+            )
         return self._made[key]
+
+    @property
+    def _gradient_bandwidth(self) -> float:
+        return self.problem.gradient_bandwidth or min(group.bandwidth for group in self.problem.groups)
 
     def work_seconds(self, replicas: int, group: int) -> tuple[Table, Table]:
         """The same without messages."""
@@ -155,9 +167,8 @@ class StageCosts:
 
     def gradient_seconds(self, replicas: int) -> Table:
         """Of a stage's all-reduce on a ring, at the slowest bandwidth of all groups, and of its update."""
-        slowest = self.problem.gradient_bandwidth or min(g.bandwidth for g in self.problem.groups)
         update = self.problem.update_seconds / (replicas if self.problem.sharded else 1)
-        for_a_byte = 2 * (replicas - 1) / replicas / slowest + update
+        for_a_byte = self.problem.moved[2] * (replicas - 1) / replicas / self._gradient_bandwidth + update
         return for_a_byte * self.problem.shares[replicas].params
 
     def memory(self, replicas: int, num_after: int) -> Table:

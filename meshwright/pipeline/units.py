@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,15 @@ from meshwright.pipeline.tape import Slot, Tape
 
 # At least so many timings of a unit, and until they took so long together, but never more than the last.
 _FEWEST, _SECONDS, _MOST = 3, 0.06, 25
+
+
+# samples -> around a forward (True) or a backward (False)
+Randomness = Callable[[int], Callable[[bool], AbstractContextManager[None]]]
+
+
+def _torchs(_samples: int) -> Callable[[bool], AbstractContextManager[None]]:
+    """Random numbers are torch's."""
+    return lambda _is_forward: nullcontext()
 
 
 @dataclass(frozen=True)
@@ -119,9 +129,13 @@ class Units:
         sized, cut = _recorded(twin, loss, batch, samples)
         return cls(twin, sized, cut, model)
 
-    def measure(self) -> UnitCosts:
-        """What each unit takes: one of each kind is run."""
-        bench = _Bench(self._twin)
+    def measure(self, randomness: Randomness | None = None) -> UnitCosts:
+        """What each unit takes: one of each kind is run.
+
+        Args:
+            randomness: what surrounds a forward (True) and a backward (False) of so many samples; None: nothing.
+        """
+        bench = _Bench(self._twin, randomness or _torchs)
         timed: dict[object, list[_Timed]] = {}
         try:
             for number, kind in enumerate(self._kinds):
@@ -206,7 +220,8 @@ def _kind(tape: Tape, number: int) -> object:
 class _Bench:
     """Runs units of a twin on tensors with memory, and takes the memory away again."""
 
-    def __init__(self, twin: Twin) -> None:
+    def __init__(self, twin: Twin, randomness: Randomness) -> None:
+        self._randomness = randomness
         self._twin, self._device = twin, twin.device
         named = [*twin.model.named_parameters(), *twin.model.named_buffers()]
         self._empty = {twin.held[id(x)]: x for _, x in named}
@@ -239,13 +254,16 @@ class _Bench:
         fresh = {n: x.detach().requires_grad_(x.requires_grad) for n, x in received.items()}
         run = StageRun(at.tape, at.units[number], at.inputs, fresh)
         divisor = 1.0 if number == len(at.units) - 1 else None
+        around = self._randomness(num_samples_in(list(at.inputs.values())))
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             started = seconds_here(self._device)
-            run.forward(holder)
+            with around(True):
+                run.forward(holder)
             middle = seconds_here(self._device)
             gradients = {n: torch.ones_like(run.output(n)) for n in run.wanted}
             ready = seconds_here(self._device)
-            run.backward(gradients, divisor=divisor)
+            with around(False):
+                run.backward(gradients, divisor=divisor)
             return middle - started, seconds_here(self._device) - ready
 
     def _real(self, empty: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ import dataclasses
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import default_collate
 
 from meshwright.adapt.batch_norm import micro_step_warnings
 from meshwright.comm.mesh import World, share_values
+from meshwright.data.index_law import BatchGeometry
 from meshwright.errors import PlanError
 from meshwright.partitioning.unit_costs import UnitCosts
 from meshwright.pipeline.units import Units
@@ -26,7 +29,9 @@ from meshwright.training.ledger import usable_bytes
 from meshwright.training.measured import Measured
 from meshwright.training.optimizer import spec_of
 from meshwright.training.precision import COMPUTE_DTYPES, MASTER_DTYPES
+from meshwright.training.randomness import StatelessDraws
 from meshwright.training.rates import measure_rates
+from meshwright.training.sections import TrainConfig
 from meshwright.training.task import Task
 from meshwright.training.tree import cast_batch
 
@@ -76,7 +81,7 @@ def measured_units(
         world, spec_of(config.train.optimizer), device=device, transport=config.plan.transport
     )
     costs = dataclasses.replace(
-        units.measure(),
+        units.measure(partial(_draws, config.train)),
         bytes_per_second=rates.message_bytes_per_second,
         message_seconds=rates.message_seconds,
         gradient_bytes_per_second=rates.gradient_bytes_per_second,
@@ -86,8 +91,22 @@ def measured_units(
     return Measured(costs, "", usable, path)
 
 
+def _draws(train: TrainConfig, samples: int) -> Callable[[bool], AbstractContextManager[None]]:
+    """Dropout as the run draws it: the law's masks cost more than torch's own."""
+    if train.dropout != "stateless":
+        return lambda _is_forward: nullcontext()
+    geometry = BatchGeometry(samples, 1, 1, 0)
+    return StatelessDraws(geometry, seed=train.seed).part(0, 0, 0)
+
+
 def _fingerprint(units: Units, device: torch.device, world: World, config: RunConfig) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     machine = (platform.node(), where, os.cpu_count(), torch.__version__, torch.get_num_threads())
-    ranks = (world.size, world.local_size, config.plan.transport, config.train.optimizer.name)
+    ranks = (
+        world.size,
+        world.local_size,
+        config.plan.transport,
+        config.train.optimizer.name,
+        config.train.dropout,
+    )
     return hashlib.sha256(f"{machine} {ranks} {units.digest}".encode()).hexdigest()[:16]

@@ -32,6 +32,8 @@ from meshwright.training.sections import PlanConfig, momentum_of
 _MOST_SIZES = 4
 # Of gradients and optimizer state, by plan.zero: what a device has of a byte of weights, whole and cut over dp.
 _WEIGHTS, _GRADIENTS = 1.0, 1.0
+# What the policy moves in each micro-batch: gradients are reduced as they come, weights gathered before each use.
+_MOVED = MappingProxyType({0: (0.0, 0.0, 2.0), 1: (0.0, 0.0, 2.0), 2: (0.0, 1.0, 1.0), 3: (1.0, 2.0, 0.0)})
 _MIB = 1 << 20
 # By so much a plan whose stages have unlike numbers of replicas must be faster than one whose have not.
 _WORTH = 0.05
@@ -150,6 +152,7 @@ def _search(config: RunConfig, costs: UnitCosts, world_size: int, limit: float, 
         (least, most),
         resident=resident / plan.tp,
         sharded=sharded / plan.tp,
+        moved=_MOVED[level],
         gradient_bandwidth=costs.gradient_bytes_per_second or None,
         update_seconds=costs.update_seconds_per_byte / plan.tp,
         forbidden=_forbidden(plan, costs),

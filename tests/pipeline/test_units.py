@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -100,3 +102,20 @@ def test_sizes_at_which_the_model_does_not_run_are_left_out():
     assert units_of(Picky(), picky_loss, Threes(), (1, 2, 4)).measure().samples == (4,)
     with pytest.raises(PlanError, match=r"E276 .*none of 1, 2 samples .*ValueError: 1 samples are too few"):
         units_of(Picky(), picky_loss, Threes(), (1, 2))
+
+
+def test_random_numbers_are_drawn_as_the_run_draws_them():
+    from meshwright.models import language_model_loss
+
+    entered: list[tuple[int, bool]] = []
+
+    def randomness(samples: int):
+        @contextmanager
+        def around(is_forward: bool):
+            entered.append((samples, is_forward))
+            yield
+
+        return around
+
+    units_of(make_gpt(1), language_model_loss, Tokens(101, 7), (2,)).measure(randomness)
+    assert set(entered) == {(2, True), (2, False)}

@@ -222,3 +222,14 @@ def test_what_is_in_flight_counts_as_the_schedule_has_it():
 def test_parameter_servers_are_laid_out_by_hand():
     with pytest.raises(PlanError, match=r"E278 .*parameter_server"):
         decision_of("plan.sync=parameter_server")
+
+
+def test_what_a_policy_moves_counts():
+    """600 bytes of weights on two replicas at 100 bytes a second: half of them, as often as the policy moves them."""
+    costs = make_costs(bytes_per_second=100.0)
+    given = ("plan.dp=2", "plan.micro_batch=1")
+    work, once = 4 * 12.0, 3.0
+    steps = {zero: decision_of(*given, f"plan.zero={zero}", costs=costs).step_seconds for zero in range(4)}
+    assert steps == pytest.approx(
+        {0: work + 2 * once, 1: work + 2 * once, 2: work + (4 + 1) * once, 3: work + 4 * 3 * once}
+    )
