@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from meshwright.comm.log import CommLog
 from meshwright.comm.mesh import Mesh, World, share_values
+from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.plan import TrainPlan
 from meshwright.models.loss import classification_loss
 from meshwright.partitioning.unit_costs import UnitCosts
@@ -41,8 +42,9 @@ from meshwright.training.deciding import Decision, decide, decided
 from meshwright.training.flops import FlopsPerSample
 from meshwright.training.measured import Measured, agreed
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
-from meshwright.training.passes import loss_of_rank
+from meshwright.training.passes import loss_of_rank, surround_passes
 from meshwright.training.planning import plan_of
+from meshwright.training.randomness import StatelessDraws
 from meshwright.training.stages import make_pipeline
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
@@ -214,12 +216,16 @@ class Candidate:
         groups = self.mesh.data_groups()
         pipeline = make_pipeline(task.model, task.loss, task.train_data, plan, groups, device=device)
         engine = shard_model(
-            task.model, plan, groups, device=device, initialiser=None, dropout="native", pipeline=pipeline
+            task.model, plan, groups, device=device, initialiser=None, dropout="stateless", pipeline=pipeline
         )
         self.state = TrainState(engine, ShardedOptimizer(OptimizerSpec("adamw", lr=1e-4), engine.shards))
         self.executor = None if pipeline is None else pipeline.executor(engine)
         self.state.stages = self.executor
         self._loss = loss_of_rank(task.loss, None, self.executor)
+        geometry = BatchGeometry(
+            plan.global_batch, plan.num_microbatches, groups.num_readers, groups.reader_index
+        )
+        surround_passes(self.state, StatelessDraws(geometry, seed=0), None, self.executor)
         size, first = plan.micro_batch, groups.reader_index * plan.micro_batch
         rows = [
             [task.train_data[k * size * groups.num_readers + first + i] for i in range(size)]

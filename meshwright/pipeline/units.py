@@ -11,64 +11,21 @@ the same classes with parameters of the same shapes on tensors of the same shape
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.nested import map_tensors, tensors_in
 from meshwright.partitioning.chain import Tie
 from meshwright.partitioning.unit_costs import Passed, Unit, UnitCosts
-from meshwright.pipeline.cut import Cut, Stage, cut_points, make_stages
+from meshwright.pipeline.bench import Bench, Randomness, Sized, Timed, torchs
+from meshwright.pipeline.cut import Cut, cut_points, make_stages
 from meshwright.pipeline.record import Loss, Twin
 from meshwright.pipeline.redistribute import num_samples_in, sample_dims, with_one_more
-from meshwright.pipeline.stage import Holder, StageRun
 from meshwright.pipeline.tape import Slot, Tape
-
-# At least so many timings of a unit, and until they took so long together, but never more than the last.
-_FEWEST, _SECONDS, _MOST = 3, 0.06, 25
-
-
-# samples -> around a forward (True) or a backward (False)
-Randomness = Callable[[int], Callable[[bool], AbstractContextManager[None]]]
-
-
-def _torchs(_samples: int) -> Callable[[bool], AbstractContextManager[None]]:
-    """Random numbers are torch's."""
-    return lambda _is_forward: nullcontext()
-
-
-@dataclass(frozen=True)
-class _Sized:
-    """A micro-batch of one size.
-
-    Attributes:
-        inputs: its tensors, by number.
-        tape: what the loss does with it.
-        taller: the same with one sample more.
-        units: what each unit does of it.
-    """
-
-    inputs: Mapping[int, Tensor]
-    tape: Tape
-    taller: Tape
-    units: list[Stage]
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """Of one unit at one size."""
-
-    forward: float
-    backward: float
-    kept_bytes: float
 
 
 def finest_cut(tape: Tape) -> Cut:
@@ -91,7 +48,7 @@ class Units:
         digest: equal for models whose units take equally long.
     """
 
-    def __init__(self, twin: Twin, sized: Mapping[int, _Sized], cut: Cut, model: nn.Module) -> None:
+    def __init__(self, twin: Twin, sized: Mapping[int, Sized], cut: Cut, model: nn.Module) -> None:
         self._twin, self._sized, self._cut, self._model = twin, sized, cut, model
         self._samples = sorted(sized)
         modules = dict(twin.model.named_modules())
@@ -135,8 +92,8 @@ class Units:
         Args:
             randomness: what surrounds a forward (True) and a backward (False) of so many samples; None: nothing.
         """
-        bench = _Bench(self._twin, randomness or _torchs)
-        timed: dict[object, list[_Timed]] = {}
+        bench = Bench(self._twin, randomness or torchs)
+        timed: dict[object, list[Timed]] = {}
         try:
             for number, kind in enumerate(self._kinds):
                 if kind not in timed:
@@ -162,9 +119,9 @@ class Units:
 
 def _recorded(
     twin: Twin, loss: Loss, batch: Callable[[int], Any], samples: Sequence[int]
-) -> tuple[dict[int, _Sized], Cut]:
+) -> tuple[dict[int, Sized], Cut]:
     """What the loss does at each size at which it runs."""
-    sized: dict[int, _Sized] = {}
+    sized: dict[int, Sized] = {}
     cut: Cut | None = None
     first = (0, 0)
     failure: Exception | None = None
@@ -185,7 +142,7 @@ def _recorded(
         if shape != first:
             continue  # numbers of values would not be the same
         inputs = dict(zip(tape.inputs, tensors_in(given), strict=True))
-        sized[size] = _Sized(inputs, tape, taller, make_stages(tape, cut))
+        sized[size] = Sized(inputs, tape, taller, make_stages(tape, cut))
     if cut is None:
         assert failure is not None, "no size was given"
         raise PlanError(
@@ -197,7 +154,7 @@ def _recorded(
     return sized, cut
 
 
-def _digest(at: _Sized, number: int, modules: Mapping[str, nn.Module]) -> object:
+def _digest(at: Sized, number: int, modules: Mapping[str, nn.Module]) -> object:
     """What units that take equally long have alike."""
     tape, stage = at.tape, at.units[number]
     calls = []
@@ -217,118 +174,7 @@ def _kind(tape: Tape, number: int) -> object:
     return value.shape, value.dtype, value.needs_grad
 
 
-class _Bench:
-    """Runs units of a twin on tensors with memory, and takes the memory away again."""
-
-    def __init__(self, twin: Twin, randomness: Randomness) -> None:
-        self._randomness = randomness
-        self._twin, self._device = twin, twin.device
-        named = [*twin.model.named_parameters(), *twin.model.named_buffers()]
-        self._empty = {twin.held[id(x)]: x for _, x in named}
-        self._generator = torch.Generator(twin.device).manual_seed(0)
-
-    def time(self, at: _Sized, number: int) -> _Timed:
-        """Median seconds of one unit, and bytes that it keeps."""
-        stage, tape = at.units[number], at.tape
-        names = {name for position in stage.calls for name in tape.calls[position].held}
-        weights = {name: self._real(self._empty[name]) for name in names}
-        self._swap(weights)
-        try:
-            known = [*weights.values(), *at.inputs.values()]
-            holder = Holder(self._twin.model)
-            received = {n: self._random(tape, n) for n in stage.receives}
-            kept = _Keeping(known)
-            with saved_tensors_hooks(kept.pack, _same):
-                self._once(at, number, holder, received)
-            times: list[tuple[float, float]] = []
-            while len(times) < _FEWEST or (sum(map(sum, times)) < _SECONDS and len(times) < _MOST):
-                times.append(self._once(at, number, holder, received))
-        finally:
-            self._swap({name: self._empty[name] for name in names})
-        forwards, backwards = zip(*times, strict=True)
-        return _Timed(statistics.median(forwards), statistics.median(backwards), float(kept.bytes))
-
-    def _once(
-        self, at: _Sized, number: int, holder: Holder, received: Mapping[int, Tensor]
-    ) -> tuple[float, float]:
-        fresh = {n: x.detach().requires_grad_(x.requires_grad) for n, x in received.items()}
-        run = StageRun(at.tape, at.units[number], at.inputs, fresh)
-        divisor = 1.0 if number == len(at.units) - 1 else None
-        around = self._randomness(num_samples_in(list(at.inputs.values())))
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            started = seconds_here(self._device)
-            with around(True):
-                run.forward(holder)
-            middle = seconds_here(self._device)
-            gradients = {n: torch.ones_like(run.output(n)) for n in run.wanted}
-            ready = seconds_here(self._device)
-            with around(False):
-                run.backward(gradients, divisor=divisor)
-            return middle - started, seconds_here(self._device) - ready
-
-    def _real(self, empty: Tensor) -> Tensor:
-        """Random values in the place of a parameter or buffer; buffers may be variances: none is below zero."""
-        shape, dtype = empty.shape, empty.dtype
-        if not dtype.is_floating_point:
-            return torch.zeros(shape, dtype=dtype, device=self._device)
-        values = torch.rand(shape, dtype=dtype, device=self._device, generator=self._generator)
-        if not isinstance(empty, nn.Parameter):
-            return values
-        made = nn.Parameter((values - 0.5) * 0.1, requires_grad=empty.requires_grad)
-        made.grad = torch.zeros_like(made) if made.requires_grad else None
-        return made
-
-    def _random(self, tape: Tape, number: int) -> Tensor:
-        value = tape.values[number]
-        if not value.dtype.is_floating_point:  # masks let everything through
-            return torch.full(value.shape, value.dtype == torch.bool, dtype=value.dtype, device=self._device)
-        values = torch.randn(value.shape, dtype=value.dtype, device=self._device, generator=self._generator)
-        return values.requires_grad_(value.needs_grad)
-
-    def _swap(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put `tensors` where the model has what is called so now, under all its names."""
-        model = self._twin.model
-        now = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
-        for module in model.modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for key, x in table.items():
-                    if x is not None and now[id(x)] in tensors:
-                        table[key] = tensors[now[id(x)]]
-
-    def close(self) -> None:
-        """The twin is without memory again."""
-        self._swap(self._empty)
-
-
-def seconds_here(device: torch.device) -> float:
-    """A clock of what this process computes: of one CPU thread its own seconds, so that nobody else matters."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.thread_time() if is_alone else time.perf_counter()
-
-
-class _Keeping:
-    """Bytes of the storages that autograd saves, but for those of `known` tensors."""
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        self._seen = {x.untyped_storage().data_ptr() for x in known}
-        self.bytes = 0
-
-    def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-        return x
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _held(at: _Sized, model: nn.Module) -> tuple[list[float], list[float], tuple[Tie, ...]]:
+def _held(at: Sized, model: nn.Module) -> tuple[list[float], list[float], tuple[Tie, ...]]:
     """Bytes of trained weights and of other tensors of each unit alone, and trained weights of several."""
     users: dict[str, list[int]] = {}
     for number, stage in enumerate(at.units):
@@ -348,7 +194,7 @@ def _held(at: _Sized, model: nn.Module) -> tuple[list[float], list[float], tuple
     return trained, fixed, tuple(ties)
 
 
-def _passed(sizes: Sequence[_Sized]) -> tuple[Passed, ...]:
+def _passed(sizes: Sequence[Sized]) -> tuple[Passed, ...]:
     """What units hand to later ones, with bytes at each size."""
     first = sizes[-1]  # one sample may be a special case
     unit_of = {

@@ -22,7 +22,7 @@ from meshwright.comm.ops import DataGroups, Group, alone
 from meshwright.layout.plan import TransportName
 from meshwright.layout.policy import find_policy
 from meshwright.mesh import MeshSpec
-from meshwright.pipeline.units import seconds_here
+from meshwright.pipeline.bench import seconds_here
 from meshwright.sharding.engine import ShardingEngine
 from meshwright.training.optimizer import OptimizerSpec, ShardedOptimizer
 from meshwright.training.state import TrainState
