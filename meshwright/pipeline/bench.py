@@ -97,7 +97,7 @@ class Bench:
         names = {name for position in stage.calls for name in tape.calls[position].held}
         weights = {name: self._real(self._empty[name]) for name in names}
         self._swap(weights)
-        undo = linear.install(self._twin.model, _Gradients(), (_Gradients(), self._deferral))
+        undo = linear.install(self._twin.model, _Gradients(), self._deferral)
         try:
             known = [*weights.values(), *at.inputs.values()]
             holder = Holder(self._twin.model)
