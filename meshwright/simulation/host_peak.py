@@ -13,6 +13,7 @@ from __future__ import annotations
 from meshwright.presets.host import HostProfile
 from meshwright.simulation.host import num_parts, num_stages, rank_numel, stage_blocks
 from meshwright.simulation.job import Layout, Workload, num_microbatches
+from meshwright.simulation.layers import layer_numel
 from meshwright.simulation.peak import PeakBytes, in_flight
 
 _FLOAT = 4
@@ -26,7 +27,7 @@ def host_peak(work: Workload, layout: Layout, host: HostProfile) -> PeakBytes:
     size = _FLOAT * numel
     weights = size / (n if layout.zero == 3 else 1)
     gradients = size / (n if layout.zero >= 2 else 1)
-    pool = min(size, 2.0 * _BUCKET_BYTES) if layout.zero >= 2 and n > 1 else 0.0
+    pool = _open_buckets(work, layout, size) if layout.zero >= 2 and n > 1 else 0.0
     optimizer = 2 * size / (n if layout.zero else 1)
     activations, logits = _activations(work, layout)
     mapped = _mapped(layout, size)
@@ -43,6 +44,14 @@ def host_peak(work: Workload, layout: Layout, host: HostProfile) -> PeakBytes:
         # What runs taught is of the whole, and the process is what is known least.
         reserve=max(0.0, host.process_bytes + holes + (host.learned.memory - 1) * (known + holes)),
     )
+
+
+def _open_buckets(work: Workload, layout: Layout, size: float) -> float:
+    """Gradients that wait for their reduction: two buckets; of zero3 two blocks, and what is outside of blocks."""
+    if layout.zero == 2:
+        return min(size, 2.0 * _BUCKET_BYTES)
+    outside = work.model.vocab_size * work.model.dim
+    return min(size, _FLOAT * (2 * layer_numel(work) + outside) / layout.tp)
 
 
 def _mapped(layout: Layout, size: float) -> float:

@@ -10,6 +10,7 @@ import pytest
 from meshwright.errors import CheckpointError, PlanError, WorkerError
 from meshwright.launching import jobs, launch_config, launch_script
 from meshwright.training.config import load_config
+from meshwright.verification.job import Functions
 
 
 def _run_worker(config, *, world, run_dir, console, resume, stop, make) -> dict[str, object]:
@@ -197,3 +198,14 @@ def test_script_of_torchruns_worker_runs_here(script) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "PATH": ""}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "rank 0 of 2 __main__ x\n"), ended.stderr
+
+
+def test_a_model_that_is_an_object_is_not_planned_as_the_default_preset(loop, tmp_path, monkeypatch) -> None:
+    # `model.source` is gpt-nano where nobody wrote it: the planner took that for the model of the run.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(jobs, "plan_of_run", lambda resolved: pytest.fail("the planner was asked"))
+    monkeypatch.setattr(jobs, "_run_worker", lambda *arguments, **_: {"functions": arguments[1] is not None})
+    functions = Functions(dict, max, ())
+    assert launch_config(load_config(None, []), json_output=False, functions=functions) == {"functions": True}
