@@ -141,13 +141,13 @@ class Recomputer:
         call = self._make_call(layer, redo, args, kwargs)
         given = list(tensors_in((args, kwargs))) if layer in self._overwriting else []
         versions = [tensor._version for tensor in given]
-        if given:
-            call.arguments.copy()
+        before = call.arguments.copy() if given else []
 
         with saved_tensors_hooks(lambda tensor: Holder(call, tensor), self._open):
             result = self._forwards[layer](*args, **kwargs)
         if given and versions == [tensor._version for tensor in given]:
             self._overwriting.discard(layer)
+            call.arguments.undo_copy(before)
         self._newest = weakref.ref(call)
         self._results = [(weakref.ref(tensor), tensor._version) for tensor in tensors_in(result)]
         return result

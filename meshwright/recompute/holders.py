@@ -252,13 +252,22 @@ class Arguments:
         """The value for a second run; see `Input.again`."""
         return placed(self.value, [x.again(made, what) for x in self.inputs])
 
-    def copy(self) -> None:
-        """Before the first run of what may change its inputs in place: keep them as they are."""
+    def copy(self) -> list[Tensor | None]:
+        """Before the first run of what may change its inputs in place: keep them as they are; returns what was kept."""
+        before = [x.value for x in self.inputs]
         for x in self.inputs:
             x.is_overwritten = x.weight is None
             if x.value is not None:
                 x.value = x.value.clone()
                 x.version = x.value._version
+        return before
+
+    def undo_copy(self, before: list[Tensor | None]) -> None:
+        """It did not change them: keep what `copy` returned instead."""
+        for x, value in zip(self.inputs, before, strict=True):
+            x.is_overwritten = False
+            if value is not None:
+                x.value, x.version = value, value._version
 
     def linked(self, made: list[Tensor], what: str) -> Any:
         """As `again`, with results of the same run as they are, inside its graph."""
