@@ -35,6 +35,8 @@ from meshwright.training.sections import TrainConfig
 from meshwright.training.task import Task
 from meshwright.training.tree import cast_batch
 
+# Counted up when something else is measured, so that old files are not read.
+_METHOD = 2
 # Of a model that cannot be followed from module to module.
 _CANNOT_BE_CUT = ("E261", "E262", "E263", "E264")
 
@@ -109,4 +111,4 @@ def _fingerprint(units: Units, device: torch.device, world: World, config: RunCo
         config.train.optimizer.name,
         config.train.dropout,
     )
-    return hashlib.sha256(f"{machine} {ranks} {units.digest}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{_METHOD} {machine} {ranks} {units.digest}".encode()).hexdigest()[:16]
