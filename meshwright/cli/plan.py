@@ -155,7 +155,8 @@ def _text(found: Plans, seconds: float, tokens: float | None, price: float | Non
         + " · ".join(f"{item.seconds:.3g} s {item.bytes / _GIB:.0f} GiB" for item in found.front[:6]),
         "* train does not run it today (--json: obstacle). Of published runs on A100 and H100 half are within 7 % of "
         "the predicted time, 9 of 10 within 18 %.",
-        f'wrote {out}     next: meshwright explain "1 vs 2"',
+        f'wrote {out}     next: meshwright explain "1 vs 2"'
+        + ("" if out == Path(LOCK_NAME) else f" --lock {out}"),
     ]
     return lines
 
