@@ -561,13 +561,6 @@ CATALOGUE = (
         "Leave the other key out, or set plan.pp = 1.",
     ),
     CodeEntry(
-        "E268",
-        "something between repeated blocks whose tokens nobody knows",
-        "With plan.sequence_parallel a rank hands on its tokens of the hidden state; what is made of it between "
-        "blocks in another shape is no hidden state, and another stage would not know which part it has.",
-        "Move it into a block, or set plan.sequence_parallel = false.",
-    ),
-    CodeEntry(
         "E266",
         "a module that returned something else than foreseen",
         "Buffers for what a stage receives are made from the shapes that the recorded forward has. A module "
@@ -580,6 +573,13 @@ CATALOGUE = (
         'Weights that several stages hold have the same owner on each, which plan.ownership = "whole" does '
         "not give them.",
         "Leave plan.ownership out, or set plan.dp = 1.",
+    ),
+    CodeEntry(
+        "E268",
+        "something between repeated blocks whose tokens nobody knows",
+        "With plan.sequence_parallel a rank hands on its tokens of the hidden state; what is made of it between "
+        "blocks in another shape is no hidden state, and another stage would not know which part it has.",
+        "Move it into a block, or set plan.sequence_parallel = false.",
     ),
     CodeEntry(
         "E270",
