@@ -158,9 +158,12 @@ def stage_seconds(rank: int, workload: Workload, cut: int) -> Durations:
     return Durations(forward, half, half)
 
 
-def bound_ms(schedule: str, times: Durations) -> float:
-    """The step of a schedule with these times and free messages."""
-    lines = timed(make_schedule(schedule, RANKS, MICROBATCHES), times)
+def bound_ms(schedule: str, times: Durations) -> float | None:
+    """The step of a schedule with these times and free messages; None where its stages are not these."""
+    made = make_schedule(schedule, RANKS, MICROBATCHES)
+    if made.num_stages != RANKS:
+        return None
+    lines = timed(made, times)
     return max(line[-1].end for line in lines) * 1e3
 
 
@@ -172,7 +175,7 @@ def on_rank(rank: int, _size: int, workload: Workload, options: argparse.Namespa
             made = ours(rank, workload, schedule, transport)
             candidates[f"{schedule} {transport}"] = made.step
             meshes.append(made.mesh)
-            cut = made.cut
+            cut = made.cut if made.executor.schedule.num_stages == RANKS else cut
     candidates["torch 1f1b"] = torchs(rank, workload, cut)
     for name, step in candidates.items():
         losses[name] = torch.tensor(step(), dtype=torch.float64)
