@@ -61,6 +61,8 @@ def slurm_script(job: JobRequest, options: SlurmOptions) -> str:
 #!/usr/bin/env bash
 {header}
 set -euo pipefail
+# As torchrun: one thread a rank, or as many as cores were asked for. Sums of other numbers of threads round otherwise.
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
 
 stop() {{  # the time limit is near: ranks of a run that saves do so and stop; queue again
     trap '' TERM
