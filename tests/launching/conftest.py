@@ -50,3 +50,12 @@ def assert_session_empty() -> Callable[[int], None]:
         wait_until(lambda: not processes_where(belongs), 20, f"left: {processes_where(belongs)}")
 
     return check
+
+
+@pytest.fixture
+def own_script(request, tmp_path, monkeypatch) -> Path:
+    """The `SCRIPT` of a test module as a file in a folder of its own, for ranks of one thread."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("own.py").write_text(request.module.SCRIPT)
+    return Path("own.py")

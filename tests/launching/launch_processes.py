@@ -23,3 +23,8 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.02)
+
+
+def lines_starting(text: str, *starts: str) -> list[str]:
+    """Lines of an output that begin so."""
+    return [line for line in text.splitlines() if line.startswith(starts)]

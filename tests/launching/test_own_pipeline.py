@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch_processes import lines_starting
 
 from meshwright.comm.log import CommLog
 from meshwright.comm.ops import DataGroups, Group, PipelineGroups
@@ -58,46 +59,36 @@ with meshwright.job(plan, precision="fp64", seed=4, watchdog=60, out="out") as j
 """
 
 
-@pytest.fixture
-def script(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    Path("own.py").write_text(SCRIPT)
-    return Path("own.py")
-
-
-def lines(text: str, *starts: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith(starts)]
-
-
-def same_through(script: Path, capfd, *plans: tuple[int, str, str]) -> None:
+def same_through(own_script: Path, capfd, *plans: tuple[int, str, str]) -> None:
     """One process, and the (processes, plan, last step) one after the other."""
-    launch_script(script, processes=1, arguments=["", plans[-1][2]])
+    launch_script(own_script, processes=1, arguments=["", plans[-1][2]])
     alone = capfd.readouterr().out
     Path("out").rename("alone")
     texts = []
     for processes, plan, steps in plans:
-        launch_script(script, processes=processes, arguments=[plan, steps])
+        launch_script(own_script, processes=processes, arguments=[plan, steps])
         texts.append(capfd.readouterr().out)
-    assert [line for text in texts for line in lines(text, "step ")] == lines(alone, "step ")
-    assert lines(texts[-1], "held out ", "state ") == lines(alone, "held out ", "state ")
-    assert len(lines(alone, "state ")) > 10
+    assert [line for text in texts for line in lines_starting(text, "step ")] == lines_starting(
+        alone, "step "
+    )
+    assert lines_starting(texts[-1], "held out ", "state ") == lines_starting(alone, "held out ", "state ")
+    assert len(lines_starting(alone, "state ")) > 10
 
 
 @pytest.mark.parity
-def test_one_process_and_stages_compute_the_same(script, capfd) -> None:
-    same_through(script, capfd, (2, "pp=2,schedule=zb-h1", "2"))
+def test_one_process_and_stages_compute_the_same(own_script, capfd) -> None:
+    same_through(own_script, capfd, (2, "pp=2,schedule=zb-h1", "2"))
 
 
 @pytest.mark.parity
-def test_layouts_of_a_pipeline_go_on_from_each_other(script, capfd) -> None:
+def test_layouts_of_a_pipeline_go_on_from_each_other(own_script, capfd) -> None:
     plans = [(4, "pp=2,zero=1", "1"), (3, "pp=3,schedule=gpipe", "2"), (4, "pp=2,tp=2,recompute=full", "3")]
-    same_through(script, capfd, *plans, (2, "zero=3", "4"), (4, "pp=2,zero=3,schedule=interleaved", "5"))
+    same_through(own_script, capfd, *plans, (2, "zero=3", "4"), (4, "pp=2,zero=3,schedule=interleaved", "5"))
 
 
 @pytest.mark.parity
-def test_sequences_are_cut_in_stages(script, capfd) -> None:
-    same_through(script, capfd, (4, "pp=2,cp=2,zero=1", "2"))
+def test_sequences_are_cut_in_stages(own_script, capfd) -> None:
+    same_through(own_script, capfd, (4, "pp=2,cp=2,zero=1", "2"))
 
 
 LINES = """
@@ -130,13 +121,13 @@ with meshwright.job(sys.argv[1], watchdog=30, out="out") as job:
 """
 
 
-def test_lines_that_run_the_whole_model_are_refused(script, capfd) -> None:
+def test_lines_that_run_the_whole_model_are_refused(own_script, capfd) -> None:
     Path("lines.py").write_text(LINES)
     with pytest.raises(MeshwrightError) as caught:
         launch_script(Path("lines.py"), processes=2, arguments=["pp=2"])
     assert str(caught.value).startswith("E237 model.accumulate() with plan.pp = 2: each rank has some layers")
     forward = "E237 a forward of your own with plan.pp = 2: each rank has some layers of Sequential"
-    assert len(lines(capfd.readouterr().out, forward)) == 1
+    assert len(lines_starting(capfd.readouterr().out, forward)) == 1
 
 
 def _loss(model, batch) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from launch_processes import lines_starting
 
 from meshwright.errors import MeshwrightError
 from meshwright.launching import launch_script
@@ -54,34 +55,22 @@ with meshwright.job(plan, precision="fp64", seed=4, watchdog=60, out="out") as j
 """
 
 
-@pytest.fixture
-def script(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    Path("own.py").write_text(SCRIPT)
-    return Path("own.py")
-
-
-def lines(text: str, *starts: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith(starts)]
-
-
-def test_one_process_and_tensor_parallel_ranks_compute_the_same_and_go_on(script, capfd) -> None:
-    launch_script(script, processes=1, arguments=["", "4"])
+def test_one_process_and_tensor_parallel_ranks_compute_the_same_and_go_on(own_script, capfd) -> None:
+    launch_script(own_script, processes=1, arguments=["", "4"])
     alone = capfd.readouterr().out
     Path("out").rename("alone")
-    launch_script(script, processes=3, arguments=["tp=3,zero=1,sequence_parallel=true", "2"])
+    launch_script(own_script, processes=3, arguments=["tp=3,zero=1,sequence_parallel=true", "2"])
     first = capfd.readouterr().out
-    launch_script(script, processes=4, arguments=["tp=2,zero=3,recompute=full", "4"])
+    launch_script(own_script, processes=4, arguments=["tp=2,zero=3,recompute=full", "4"])
     second = capfd.readouterr().out
-    assert lines(first + second, "step ") == lines(alone, "step ")
-    assert len(lines(alone, "step ")) == 4
-    assert lines(second, "held out ", "state ") == lines(alone, "held out ", "state ")
-    assert any("(101, 24)" in line for line in lines(second, "state "))
+    assert lines_starting(first + second, "step ") == lines_starting(alone, "step ")
+    assert len(lines_starting(alone, "step ")) == 4
+    assert lines_starting(second, "held out ", "state ") == lines_starting(alone, "held out ", "state ")
+    assert any("(101, 24)" in line for line in lines_starting(second, "state "))
 
 
-def test_a_rule_that_needs_whole_matrices_is_refused(script) -> None:
+def test_a_rule_that_needs_whole_matrices_is_refused(own_script) -> None:
     with pytest.raises(MeshwrightError) as caught:
-        launch_script(script, processes=2, arguments=["tp=2", "0"])
+        launch_script(own_script, processes=2, arguments=["tp=2", "0"])
     assert caught.value.code == "E228"
     assert "Adafactor looks at whole parameters, and plan.tp = 2 cuts them over ranks" in str(caught.value)
