@@ -18,6 +18,7 @@ _EXPORTS = {
     "TrainPlan": "meshwright.layout.plan",
     "hf": "meshwright.training.hf",
     "job": "meshwright.launching.own_script",
+    "plan": "meshwright.launching.plan",
     "train": "meshwright.launching",
     "verify": "meshwright.launching.verify",
 }
@@ -31,6 +32,7 @@ __all__ = [
     "hf",
     "job",
     "launch",
+    "plan",
     "train",
     "verify",
 ]

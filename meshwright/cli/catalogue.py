@@ -582,6 +582,14 @@ CATALOGUE = (
         "Move it into a block, or set plan.sequence_parallel = false.",
     ),
     CodeEntry(
+        "E269",
+        "a Python model whose shape is not known",
+        "meshwright.plan prices dense transformers. Of a module it reads the sizes in its `config` and believes them "
+        "if a model of these sizes has as many parameters as the module, up to 2 %.",
+        "Give a preset, a config.json, or a module with such a config; any other model is planned by measuring it: "
+        'plan="auto" in meshwright.train, or `meshwright partition py:module:function`.',
+    ),
+    CodeEntry(
         "E270",
         "no plan of stages fits in memory",
         "All ways to cut the model into stages were considered; in the best of them a device still lacks memory. The "

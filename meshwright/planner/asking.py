@@ -64,6 +64,7 @@ def ask(
     seq: int | None = None,
     batch: str | None = None,
     cluster: Cluster | None = None,
+    model: ModelPreset | None = None,
 ) -> Request:
     """The question.
 
@@ -73,6 +74,7 @@ def ask(
         seq: tokens of a sequence, instead of the run's or the model's longest.
         batch: sequences of a step, instead of the run's or one a device.
         cluster: where no key names one.
+        model: a shape that `sections` do not say.
 
     Raises:
         ConfigError: E104 for an unknown model or machine, E282 without a cluster, E283, E285, E287.
@@ -80,7 +82,7 @@ def ask(
     """
     keys = {**sections.get("plan", {}), **given}
     where = cluster or parse_cluster(_cluster_text(keys))
-    model = model_of(sections.get("model", {}))
+    model = model or model_of(sections.get("model", {}))
     if not model.num_heads or model.num_experts:
         what = f"a {model.family}" if not model.num_heads else "a model with experts"
         raise ConfigError(
@@ -108,7 +110,8 @@ def _cluster_text(keys: Mapping[str, object]) -> str:
     if not keys.get("processes"):
         raise ConfigError(
             "E282",
-            "plan needs --cluster, e.g. --cluster 64xh100, or plan.cluster or plan.processes in the run file",
+            "plan needs --cluster, e.g. --cluster 64xh100 (in Python cluster='64xh100'), or plan.cluster or "
+            "plan.processes in the run file",
         )
     return f"{keys['processes']}xcpu"
 

@@ -6,7 +6,7 @@ Owns the two questions and their answers as text and data. A "why not" searches 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import ConfigError, MeshwrightError
@@ -30,6 +30,11 @@ class Answer:
     lines: tuple[str, ...]
     first: Prediction | None = None
     other: Prediction | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__  # what is asked at a prompt is answered there
 
     def to_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -57,7 +62,17 @@ def answer(text: str, lock: Mapping[str, object]) -> Answer:
     )
     entries = lock["plans"]
     assert isinstance(entries, list), "a lock file's plans are a list"
-    plans = [_priced(request, _table(entry)) for entry in entries]
+    return answer_about(text, request, [_priced(request, _table(entry)) for entry in entries])
+
+
+def answer_about(text: str, request: Request, plans: Sequence[Prediction]) -> Answer:
+    """As `answer`, of plans that are no file.
+
+    Args:
+        text: the question.
+        request: what the plans were searched for.
+        plans: best first.
+    """
     match = re.fullmatch(r"\s*(\d+)\s*vs\.?\s*(\d+)\s*", text, re.IGNORECASE)
     if match:
         return _versus(text, request, plans, (int(match[1]), int(match[2])))
@@ -87,11 +102,11 @@ def layout_from(entry: Mapping[str, object]) -> Layout:
     )
 
 
-def _versus(text: str, request: Request, plans: list[Prediction], numbers: tuple[int, int]) -> Answer:
+def _versus(text: str, request: Request, plans: Sequence[Prediction], numbers: tuple[int, int]) -> Answer:
     for number in numbers:
         if not 1 <= number <= len(plans):
             raise ConfigError(
-                "E288", f'plan {number}: the file has plans 1 to {len(plans)}; write e.g. "1 vs 2"'
+                "E288", f'plan {number}: there are plans 1 to {len(plans)}; write e.g. "1 vs 2"'
             )
     first, other = (plans[number - 1] for number in numbers)
     return Answer(text, _both(request, numbers, first, other), first, other)

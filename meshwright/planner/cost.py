@@ -26,15 +26,15 @@ class Cost:
     dollars: float | None
 
 
-def parse_tokens(text: str) -> float:
-    """ "100B", "300B tokens", "1.5T" as a number.
+def parse_tokens(text: str, *, name: str = "--tokens") -> float:
+    """ "100B", "300B tokens", "1.5T" as a number; `name` is what an error calls it.
 
     Raises:
         ConfigError: E102 for another form.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMBT]?)(?:\s*tokens)?\s*", text, re.IGNORECASE)
     if not match or not float(match[1]):
-        raise ConfigError("E102", f'--tokens={text!r}: write a number with a unit, e.g. "100B" or "1.5T"')
+        raise ConfigError("E102", f'{name}={text!r}: write a number with a unit, e.g. "100B" or "1.5T"')
     return float(match[1]) * _UNITS[match[2].upper()]
 
 

@@ -55,8 +55,13 @@ def _digest(value: object) -> str:
 
 def save_lock(path: Path, found: Plans, *, source: str) -> None:
     """Write the plans, best first."""
+    path.write_text(json.dumps(lock_value(found, source=source), indent=1) + "\n", encoding="utf-8")
+
+
+def lock_value(found: Plans, *, source: str) -> dict[str, object]:
+    """The plans as the file has them; `source` is what the model was read from."""
     request = found.request
-    value = {
+    return {
         "format": _FORMAT,
         "source": source,
         "fingerprint": fingerprints(request),
@@ -69,7 +74,6 @@ def save_lock(path: Path, found: Plans, *, source: str) -> None:
         "stages": [asdict(stage) for stage in stage_cuts(request, found.best.layout)],
         **found.to_json(),
     }
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def cluster_value(cluster: Cluster) -> dict[str, object]:

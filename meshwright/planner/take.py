@@ -30,9 +30,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Taken:
-    """Attributes: the file; the plan's number in it, from 1; its keys of `[plan]`; its entry of `plans`."""
+    """Attributes: the plan's number, from 1; its keys of `[plan]`; its entry of `plans`."""
 
-    path: Path
     number: int
     keys: Mapping[str, object]
     predicted: Mapping[str, object]
@@ -59,19 +58,29 @@ def take(path: Path, request: Request, *, again: str) -> Taken:
         ConfigError: E289 where there is no such file.
         PlanError: E293 where it is stale, E298 where training runs none of its plans.
     """
-    lock = read_lock(path)
+    fix = f"Run `{again}` again, or leave {path.name} out"
+    return take_from(read_lock(path), request, place=str(path), fix=fix)
+
+
+def take_from(lock: Mapping[str, object], request: Request, *, place: str, fix: str) -> Taken:
+    """As `take`, of plans that are no file.
+
+    Args:
+        lock: what `lock_value` gave.
+        request: what the run asks now.
+        place: what the plans are called in the text of an error.
+        fix: what to do, for the same.
+    """
     stored, now = lock.get("fingerprint"), fingerprints(request)
     was = stored if isinstance(stored, Mapping) else {}
     changed = [word for name, word in _WORDS.items() if was.get(name) != now[name]]
     if changed:
-        raise PlanError("E293", f"{path} is stale: it was made for {', '.join(changed)}. {_fix(path, again)}")
+        raise PlanError("E293", f"{place} is stale: it was made for {', '.join(changed)}. {fix}")
     plans = lock["plans"]
     assert isinstance(plans, list), "a lock file's plans are a list"
     runs = [number for number, entry in enumerate(plans, start=1) if entry["trainable"]]
     if not runs:
-        raise PlanError(
-            "E298", f"{path}: train runs none of its plans: {plans[0]['obstacle']}. {_fix(path, again)}"
-        )
+        raise PlanError("E298", f"{place}: train runs none of its plans: {plans[0]['obstacle']}. {fix}")
     entry = plans[runs[0] - 1]
     priced = predict(request.work, layout_from(entry), _as_then(request.cluster, lock))
     pairs = (
@@ -81,10 +90,10 @@ def take(path: Path, request: Request, *, again: str) -> Taken:
     if not all(math.isclose(before, after, rel_tol=_SAME) for before, after in pairs):
         raise PlanError(
             "E293",
-            f"{path} is stale: the cost model said {entry['step_seconds']:.4g} s of its plan {runs[0]}, and says "
-            f"{priced.step.total:.4g} s now. {_fix(path, again)}",
+            f"{place} is stale: the cost model said {entry['step_seconds']:.4g} s of its plan {runs[0]}, and says "
+            f"{priced.step.total:.4g} s now. {fix}",
         )
-    return Taken(path, runs[0], entry["keys"], entry)
+    return Taken(runs[0], entry["keys"], entry)
 
 
 def _as_then(cluster: Cluster, lock: Mapping[str, object]) -> Cluster:
@@ -93,7 +102,3 @@ def _as_then(cluster: Cluster, lock: Mapping[str, object]) -> Cluster:
     if cluster.host is None or then is None:
         return cluster
     return replace(cluster, host=replace(cluster.host, learned=then.learned))
-
-
-def _fix(path: Path, again: str) -> str:
-    return f"Run `{again}` again, or leave {path.name} out"

@@ -22,10 +22,15 @@ _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("bert", "roberta"), "bert"),
 }
 _NAMES = {
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "dim": ("hidden_size", "n_embd"),
-    "num_heads": ("num_attention_heads", "n_head"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "dim": ("hidden_size", "n_embd", "dim", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocab_size": ("vocab_size",),
+}
+_OTHERS = {
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    "ffn_dim": ("intermediate_size", "n_inner", "ffn_dim"),
+    "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "block_size"),
 }
 
 
@@ -60,20 +65,64 @@ def read_hf_config(path: Path) -> ModelPreset:
             f"take the nearest with head_dim={dim // heads}",
         )
     family = _FAMILIES[kind]
-    inner = values.get("intermediate_size") or values.get("n_inner") or values.get("ffn_dim") or 4 * dim
-    kv_heads = values.get("num_key_value_heads") or heads
+    tied = bool(values.get("tie_word_embeddings", family != "llama"))
+    return _preset(values, sizes, family, tied=tied, name=_name(values, file), source=str(file))
+
+
+def shapes_of_config(values: Mapping[str, object], name: str) -> list[ModelPreset]:
+    """The shapes that a Python object's sizes may mean; none where one of the sizes is missing.
+
+    Args:
+        values: as a config.json, or as people name sizes: n_layer or num_layers, n_embd or dim, n_head or num_heads.
+        name: of the model.
+
+    Raises:
+        ConfigError: E106 for sizes that do not belong together.
+    """
+    sizes = {key: _number(values, names) for key, names in _NAMES.items()}
+    if not all(sizes.values()) or values.get("num_experts") or values.get("num_local_experts"):
+        return []
+    known = _FAMILIES.get(str(values.get("model_type", "")))
+    families: tuple[Family, ...] = ("gpt", "llama") if known is None else (known,)
+    return [
+        _preset(values, sizes, family, tied=tied, name=name, source=name)
+        for family in families
+        for tied in (True, False)
+    ]
+
+
+def _preset(
+    values: Mapping[str, object],
+    sizes: Mapping[str, int],
+    family: Family,
+    *,
+    tied: bool,
+    name: str,
+    source: str,
+) -> ModelPreset:
+    others = {key: _number(values, names) for key, names in _OTHERS.items()}
     return ModelPreset(
-        name=_name(values, file),
+        name=name,
         family=family,
         num_layers=sizes["num_layers"],
-        dim=dim,
-        num_heads=heads,
+        dim=sizes["dim"],
+        num_heads=sizes["num_heads"],
         vocab_size=sizes["vocab_size"],
-        num_kv_heads=int(kv_heads) if family == "llama" else heads,
-        ffn_dim=int(inner),
-        max_seq_len=int(values.get("max_position_embeddings") or values.get("n_positions") or 2048),
-        tied_embedding=bool(values.get("tie_word_embeddings", family != "llama")),
-        source=str(file),
+        num_kv_heads=others["num_kv_heads"] or sizes["num_heads"]
+        if family == "llama"
+        else sizes["num_heads"],
+        ffn_dim=others["ffn_dim"] or 4 * sizes["dim"],
+        max_seq_len=others["max_seq_len"] or 2048,
+        tied_embedding=tied,
+        source=source,
+    )
+
+
+def _number(values: Mapping[str, object], names: tuple[str, ...]) -> int:
+    """The first of these names that is a whole number; 0 where none is."""
+    found = (values.get(name) for name in names)
+    return next(
+        (value for value in found if isinstance(value, int) and not isinstance(value, bool) and value), 0
     )
 
 
@@ -83,10 +132,9 @@ def _name(values: Mapping[str, object], file: Path) -> str:
 
 
 def _size(values: Mapping[str, object], names: tuple[str, ...], file: Path) -> int:
-    for name in names:
-        value = values.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    raise ConfigError(
-        "E287", f"{file}: none of {', '.join(names)} is a whole number; give a model's config.json"
-    )
+    value = _number(values, names)
+    if not value:
+        raise ConfigError(
+            "E287", f"{file}: none of {', '.join(names)} is a whole number; give a model's config.json"
+        )
+    return value

@@ -220,15 +220,53 @@ def _pipeline(
     assert host is not None, "a host that was measured"
     teams, all_cores = layout.num_devices // layout.pp, host.cores * max(1, cluster.num_nodes)
     cores = max(1, min(layout.pp, all_cores // teams))
-    slow = max(1.0, teams / all_cores)
-    m, stages = num_microbatches(work, layout), num_stages(layout)
-    head = sum(one.head)
-    counts = stage_blocks(work.model.num_layers, stages, head / one.block)
-    tokens = layout.micro_batch * work.seq_len // layout.cp
-    message = host.collective("message", 2, _FLOAT * tokens * work.model.dim / layout.tp)
-    lowered = _lowered(
-        layout.schedule, layout.pp, m, layout.chunks if layout.schedule == "interleaved" else 1
+    slow, m = _slow(layout, cluster), num_microbatches(work, layout)
+    message = _message(work, layout, host)
+    lowered = _lowered(layout.schedule, layout.pp, m, _chunks(layout))
+    durations = _durations(work, layout, cluster, one)
+    seconds = simulate(lowered, Machinery(durations, wire, cores=cores)).seconds
+    per_rank = [
+        sum(durations.of(action) for action in program if action.op in COMPUTE) / slow
+        for program in lowered.programs
+    ]
+    beside = m * host.microbatch_seconds
+    crowd = crowd_of(cluster)
+    return seconds + crowd * beside, max(per_rank) + beside, crowd * 2 * m * num_parts(layout) * message
+
+
+def host_pipeline(work: Workload, layout: Layout, cluster: Cluster) -> tuple[Schedule, Durations]:
+    """The order of a plan's micro-batches, and seconds of its stages on a host that was measured."""
+    host = cluster.host
+    assert host is not None, "a host that was measured"
+    chunks = _chunks(layout)
+    schedule = make_schedule(
+        layout.schedule, layout.pp, num_microbatches(work, layout), num_chunks=chunks if chunks > 1 else None
     )
+    return schedule, _durations(work, layout, cluster, _one_pass(work, layout, host))
+
+
+def _chunks(layout: Layout) -> int:
+    return layout.chunks if layout.schedule == "interleaved" else 1
+
+
+def _slow(layout: Layout, cluster: Cluster) -> float:
+    """How many times longer a stage takes where its ranks outnumber the cores."""
+    assert cluster.host is not None, "a host that was measured"
+    return max(1.0, layout.num_devices / layout.pp / (cluster.host.cores * max(1, cluster.num_nodes)))
+
+
+def _message(work: Workload, layout: Layout, host: HostProfile) -> float:
+    """Seconds of a micro-batch's values from stage to stage."""
+    tokens = layout.micro_batch * work.seq_len // layout.cp
+    return host.collective("message", 2, _FLOAT * tokens * work.model.dim / layout.tp)
+
+
+def _durations(work: Workload, layout: Layout, cluster: Cluster, one: _Pass) -> Durations:
+    """Seconds of each stage's passes."""
+    host = cluster.host
+    assert host is not None, "a host that was measured"
+    slow, stages, message = _slow(layout, cluster), num_stages(layout), _message(work, layout, host)
+    counts = stage_blocks(work.model.num_layers, stages, sum(one.head) / one.block)
     splits = layout.zero < 2 and layout.schedule.startswith("zb")
     half = (one.tensor + one.context) / 2
     forward, inputs, weights = [], [], []
@@ -240,15 +278,7 @@ def _pipeline(
         back += 0.0 if splits else count * one.weights
         inputs.append(slow * back)
         weights.append(slow * count * one.weights if splits else 0.0)
-    durations = Durations(tuple(forward), tuple(inputs), tuple(weights))
-    seconds = simulate(lowered, Machinery(durations, wire, cores=cores)).seconds
-    per_rank = [
-        sum(durations.of(action) for action in program if action.op in COMPUTE) / slow
-        for program in lowered.programs
-    ]
-    beside = m * host.microbatch_seconds
-    crowd = crowd_of(cluster)
-    return seconds + crowd * beside, max(per_rank) + beside, crowd * 2 * m * num_parts(layout) * message
+    return Durations(tuple(forward), tuple(inputs), tuple(weights))
 
 
 @lru_cache(maxsize=1000)

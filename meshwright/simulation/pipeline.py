@@ -14,10 +14,19 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.lower import Extras, lower
 from meshwright.schedule.timing import Durations
+from meshwright.simulation.host import host_pipeline
 from meshwright.simulation.job import Cluster, Layout, Workload, num_microbatches
 from meshwright.simulation.machinery import Machinery, Wire
 from meshwright.simulation.step import passes_seconds, pieces_of, weights_seconds
 from meshwright.simulation.timeline import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class TimedSchedule:
+    """Attributes: the order; seconds of its stages."""
+
+    schedule: Schedule
+    durations: Durations
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,25 @@ class PlannedPipeline:
 
 
 def planned_pipeline(work: Workload, layout: Layout, cluster: Cluster) -> PlannedPipeline:
-    """Run the pipeline of a plan with more than one stage."""
+    """Run the pipeline of a plan with more than one stage, by formulas."""
     assert layout.pp > 1, "one stage is no pipeline"
+    made = _by_formulas(work, layout, cluster)
+    fit = calibration_of(cluster.machine)
+    machinery = Machinery(made.durations, Wire(latency=pieces_of(work, layout, cluster, fit).message))
+    lowered = lower(made.schedule, Extras(reduces=False))
+    return PlannedPipeline(made.schedule, lowered, machinery, simulate(lowered, machinery))
+
+
+def pipeline_of(work: Workload, layout: Layout, cluster: Cluster) -> TimedSchedule:
+    """The order of a plan's micro-batches with seconds of each stage, of this host where it was measured; of one stage
+    too."""
+    if cluster.host is None:
+        return _by_formulas(work, layout, cluster)
+    schedule, durations = host_pipeline(work, layout, cluster)
+    return TimedSchedule(schedule, durations)
+
+
+def _by_formulas(work: Workload, layout: Layout, cluster: Cluster) -> TimedSchedule:
     fit = calibration_of(cluster.machine)
     pieces = pieces_of(work, layout, cluster, fit)
     schedule = make_schedule(
@@ -48,9 +74,7 @@ def planned_pipeline(work: Workload, layout: Layout, cluster: Cluster) -> Planne
         passes_seconds(pieces.layer, weights, count, head) for count, head in zip(counts, heads, strict=True)
     ]
     forward, inputs, weight_gradients = zip(*stages, strict=True)
-    machinery = Machinery(Durations(forward, inputs, weight_gradients), Wire(latency=pieces.message))
-    lowered = lower(schedule, Extras(reduces=False))
-    return PlannedPipeline(schedule, lowered, machinery, simulate(lowered, machinery))
+    return TimedSchedule(schedule, Durations(forward, inputs, weight_gradients))
 
 
 def layers_of_stages(num_layers: int, num_stages: int, *, halves: bool = False) -> tuple[float, ...]:

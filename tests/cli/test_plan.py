@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from meshwright.cli.plan import warnings_of
 from meshwright.errors import ConfigError
 from meshwright.planner.asking import ask
 from meshwright.planner.plans import make_plans
+from meshwright.planner.text import warnings_of
 from meshwright.presets.hf_config import read_hf_config
 
 LLAMA = {

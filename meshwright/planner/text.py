@@ -1,0 +1,149 @@
+"""Plans as people read them: the table, what stands around it, and what must be warned of.
+
+Owns these texts for the command line and for Python. Must not know where plans are written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from meshwright.planner.cost import Cost, cost_of
+from meshwright.planner.plans import Plan, Plans, describe, rank_order
+from meshwright.presets.counts import num_parameters
+from meshwright.simulation.job import Cluster, num_microbatches
+
+_BAR = 9
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Attributes: tokens of the whole run, None for neither days nor cost; dollars of a device and hour, if known."""
+
+    tokens: float | None = None
+    price: float | None = None
+
+
+NO_SPENDING = Spending()
+
+
+def warnings_of(found: Plans) -> list[str]:
+    """What a reader must know of these plans."""
+    texts, first = [], found.best
+    machine = found.request.cluster.machine.name
+    if first.obstacle:
+        texts.append(
+            f"W283 no plan that fits can be trained today: {first.obstacle}; the first one is for comparison"
+        )
+    fastest = min(found.plans, key=lambda item: item.predicted.step.total)
+    if fastest is not first and not first.obstacle:
+        gain = 100 * (1 - fastest.predicted.step.total / first.predicted.step.total)
+        texts.append(f"W284 a plan that train does not run today is {gain:.0f} % faster: {fastest.obstacle}")
+    if machine == "cpu" and found.request.cluster.host is None:
+        texts.append(
+            "W285 this host was not measured for the model: nominal figures are taken. With torch installed "
+            "`meshwright plan` measures; `meshwright doctor --measure` does it anew"
+        )
+    elif not first.predicted.is_fitted:
+        texts.append(
+            f"W281 {machine} has no constants of its own yet: those of the nearest machine are taken"
+        )
+    return texts
+
+
+# How far predicted step times were off: docs/simulation.md, benchmarks/RESULTS.md.
+_PUBLISHED = (
+    "Of published runs on A100 and H100 half are within 7 % of the predicted time, 9 of 10 within 18 %."
+)
+_MEASURED_HERE = (
+    "Of 25 plans measured on 2 cores half are within 7 % of the measured time, the worst 27 % below it."
+)
+
+
+def table_lines(found: Plans, seconds: float, spending: Spending = NO_SPENDING) -> list[str]:
+    """The table of plans with the question above it, and what sets the plans apart below.
+
+    Args:
+        found: the plans.
+        seconds: that finding them took.
+        spending: for columns of days and cost.
+    """
+    request, tokens, price = found.request, spending.tokens, spending.price
+    work, where = request.work, request.cluster
+    usable = request.usable_bytes / _GIB
+    refused = " · ".join(
+        f"{count:,} {reason}"
+        for reason, count in sorted(found.rejected.items(), key=lambda pair: -pair[1])[:3]
+    )
+    lines = [
+        f"model    {work.model.name}    {num_parameters(work.model) / 1e9:.3g} B params · {work.model.num_layers} "
+        f"layers · {work.model.num_heads} heads ({work.model.num_kv_heads} kv) · vocab {work.model.vocab_size:,}",
+        f"cluster  {where.num_devices:,} x {where.machine.name}    {_cluster_text(where)}",
+        f"batch    {work.global_batch:,} x {work.seq_len:,} = {work.global_batch * work.seq_len / 1e6:.3g} M tokens "
+        f"a step · {found.best.layout.precision} compute, fp32 state",
+        *_host_lines(where),
+        f"searched {found.searched:,} in {seconds:.1f} s: {found.priced:,} priced · {refused}",
+        f"    {'plan':52s} {'step':>9s} {'tok/s/GPU':>9s} {'MFU':>6s}  peak of {usable:.1f} GiB"
+        + (f"  {'days':>6s} {'cost':>9s}" if tokens else ""),
+    ]
+    for at, item in enumerate(found.plans):
+        cost = cost_of(item.predicted, request, tokens, price) if tokens else None
+        lines.append(_row(at, item, usable, cost))
+    lines += [f"  {at + 1}   {item.why}" for at, item in enumerate(found.plans)]
+    best = found.best
+    memory = {key: value / _GIB for key, value in asdict(best.predicted.memory).items() if value}
+    lines += [
+        "memory   " + " · ".join(f"{key} {value:.1f}" for key, value in memory.items()) + " GiB",
+        f"ranks    inside out: {rank_order(best.layout)} · batch {work.global_batch} = dp {best.layout.dp} x micro "
+        f"{best.layout.micro_batch} x {num_microbatches(work, best.layout)}",
+        "front    "
+        + " · ".join(f"{item.seconds:.3g} s {item.bytes / _GIB:.0f} GiB" for item in found.front[:6]),
+        f"* train does not run it today (--json: obstacle). {_PUBLISHED if where.host is None else _MEASURED_HERE}",
+    ]
+    return lines
+
+
+def _host_lines(where: Cluster) -> list[str]:
+    """What is known of this host, and what runs taught."""
+    if where.host is None:
+        return []
+    own = where.host
+    lines = [
+        f"host     {own.name}, measured: {own.cores} cores · {own.process_bytes / 2**20:.0f} MiB a process"
+    ]
+    taught = own.learned
+    if taught.runs:
+        ratios = {name: value for name, value in asdict(taught).items() if name != "runs"}
+        text = " · ".join(f"{name} x {value:.2f}" for name, value in ratios.items())
+        lines.append(f"learned  {text}   from {taught.runs} runs here, measured over predicted")
+    return lines
+
+
+def _cluster_text(where: Cluster) -> str:
+    nodes = -(-where.num_devices // where.devices_per_node)
+    link = where.machine.links.get("node")
+    inside = (
+        f"{link.bandwidth_bytes_per_second / 1e9:.0f} GB/s inside · "
+        if link and where.devices_per_node > 1
+        else ""
+    )
+    each = where.nic_bytes_per_second / where.devices_per_node / 1e9
+    return f"{nodes:,} nodes x {where.devices_per_node} · {inside}network {each:.3g} GB/s a device"
+
+
+def _row(at: int, item: Plan, usable: float, cost: Cost | None) -> str:
+    own = item.predicted
+    peak = own.memory.peak / _GIB
+    filled = min(_BAR, round(_BAR * peak / usable))
+    mark = ">" if at == 0 else " "
+    star = "*" if item.obstacle else " "
+    money = ""
+    if cost is not None:
+        money = f"  {cost.days:6.1f} " + (
+            f"{'$' + format(cost.dollars / 1e3, ',.1f') + 'k':>9s}" if cost.dollars else ""
+        )
+    bar = "█" * filled + "░" * (_BAR - filled)
+    return (
+        f" {mark}{at + 1}{star}{describe(own.layout):52s} {own.step.total:7.3g} s "
+        f"{own.tokens_per_second_per_device:9,.0f} {100 * own.mfu:5.1f}%  {bar} {peak:5.1f}{money}"
+    )

@@ -1,0 +1,212 @@
+"""Plans in a notebook: the table with a bar of memory each, time against memory, and a schedule over time.
+
+Owns these drawings; each is complete in itself, without a style sheet, a script or a request. Text takes the colour of
+the page that it stands in; the schedule and the front have their own ground. Knows nothing of how plans are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from types import MappingProxyType
+
+from meshwright.planner.plans import Plan, Plans, describe, rank_order
+from meshwright.planner.request import Request
+from meshwright.planner.runnable import plan_keys
+from meshwright.planner.standing import Priced
+from meshwright.reporting.picture import Picture
+from meshwright.schedule.draw import as_svg, summary
+from meshwright.schedule.timing import run
+from meshwright.simulation.job import Layout, num_microbatches
+from meshwright.simulation.pipeline import pipeline_of
+
+# Colours that colour-blind people tell apart (Okabe and Ito, 2008), by what memory is of.
+COLOURS: Mapping[str, str] = MappingProxyType(
+    {
+        "weights": "#0072b2",
+        "gradients": "#56b4e9",
+        "optimizer": "#009e73",
+        "gathered": "#f0e442",
+        "activations": "#d55e00",
+        "logits": "#e69f00",
+        "communication": "#cc79a7",
+        "reserve": "#999999",
+    }
+)
+MOST_BOXES = 4000
+_GIB = 2**30
+_BAR = 240
+_CELL = "padding:.15em .7em .15em 0;text-align:"
+
+
+def plans_table(found: Plans) -> str:
+    """HTML: the question, a row a plan, what memory is of, and how ranks are numbered."""
+    request = found.request
+    work, where = request.work, request.cluster
+    heads = (
+        "",
+        "plan",
+        "step",
+        "tokens/s a device",
+        "MFU",
+        f"memory of {request.usable_bytes / _GIB:.1f} GiB",
+    )
+    head = "".join(f'<th scope="col" style="{_CELL}left">{escape(text)}</th>' for text in heads)
+    rows = "\n".join(_row(number, item, request) for number, item in enumerate(found.plans, start=1))
+    shown = [name for name in COLOURS if any(asdict(item.predicted.memory)[name] for item in found.plans)]
+    legend = " ".join(
+        f'<span style="white-space:nowrap"><span style="display:inline-block;width:.8em;height:.8em;'
+        f'background:{COLOURS[name]}"></span> {name}</span>'
+        for name in shown
+    )
+    best = found.best.layout
+    starred = "<br>* train does not run it today" if any(item.obstacle for item in found.plans) else ""
+    return (
+        f'<div class="meshwright-plans"><div>{escape(work.model.name)} · {where.num_devices:,} x '
+        f"{escape(where.machine.name)} · {work.global_batch:,} x {work.seq_len:,} tokens a step</div>\n"
+        f'<table style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>\n'
+        f"<div>{legend}</div>\n<div>ranks of 1, inside out: {escape(rank_order(best))}; searched {found.searched:,}, "
+        f"refused {sum(found.rejected.values()):,}{starred}</div></div>"
+    )
+
+
+def _row(number: int, item: Plan, request: Request) -> str:
+    own = item.predicted
+    star = "*" if item.obstacle else ""
+    cells = (
+        ("right", f"{number}{star}"),
+        ("left", escape(describe(own.layout))),
+        ("right", f"{own.step.total:.3g} s"),
+        ("right", f"{own.tokens_per_second_per_device:,.0f}"),
+        ("right", f"{100 * own.mfu:.1f} %"),
+        ("left", _bar(item, request.usable_bytes)),
+    )
+    text = "".join(f'<td style="{_CELL}{side}">{cell}</td>' for side, cell in cells)
+    return f'<tr title="{escape(item.obstacle or item.why)}">{text}</tr>'
+
+
+def _bar(item: Plan, usable: float) -> str:
+    """Memory by category in front of a frame that is all that a plan may take."""
+    parts, x = [], 0.0
+    for name, value in asdict(item.predicted.memory).items():
+        width = _BAR * value / usable
+        if value:
+            parts.append(
+                f'<rect class="mark" x="{x:.2f}" y="1" width="{width:.2f}" height="12" fill="{COLOURS[name]}">'
+                f"<title>{name} {value / _GIB:.2f} GiB</title></rect>"
+            )
+        x += width
+    frame = f'<rect x=".5" y=".5" width="{_BAR}" height="13" fill="none" stroke="currentColor"/>'
+    return (
+        f'<svg width="{_BAR + 1}" height="14" role="img" aria-label="memory" style="vertical-align:middle">'
+        f"{''.join(parts)}{frame}</svg> {item.predicted.memory.peak / _GIB:.1f} GiB"
+    )
+
+
+# Time against memory.
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 320, 60, 20, 30, 40
+
+
+def draw_front(found: Plans) -> Picture:
+    """A point a layout of the front, joined by steps; plans with their numbers."""
+    front = found.front
+    numbered = [
+        Priced(item.layout, item.predicted.step.total, item.predicted.memory.peak) for item in found.plans
+    ]
+    everything = [*front, *numbered]
+    times, sizes = [item.seconds for item in everything], [item.bytes / _GIB for item in everything]
+    across = _scale(times, _LEFT, _WIDTH - _RIGHT)
+    up = _scale(sizes, _HEIGHT - _BOTTOM, _TOP)
+    places = [(across.at(item.seconds), up.at(item.bytes / _GIB)) for item in front]
+    points = "".join(
+        f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#0072b2">'
+        f"<title>{escape(_said(item))}</title></circle>"
+        for (x, y), item in zip(places, front, strict=True)
+    )
+    numbers = "".join(
+        f'<text x="{across.at(item.seconds):.1f}" y="{up.at(item.bytes / _GIB) - 8:.1f}" text-anchor="middle" '
+        f'fill="#a03c00">{number}<title>{escape(_said(item))}</title></text>'
+        for number, item in enumerate(numbered, start=1)
+    )
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'font-family="sans-serif" font-size="12"><rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>'
+        f"{_axes(across, up)}{points}{numbers}</svg>"
+    )
+    rows = tuple((item.seconds, item.bytes, plan_keys(item.layout)) for item in front)
+    return Picture(svg, tuple(map(_said, front)), ("step_seconds", "peak_bytes", "keys"), rows)
+
+
+def _said(item: Priced) -> str:
+    return f"{item.seconds:.4g} s  {item.bytes / _GIB:.1f} GiB  {describe(item.layout)}"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Values from `low` to `high` lie from `start` to `end`, in pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """The place of a value."""
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def _scale(values: Sequence[float], start: float, end: float) -> _Scale:
+    """A little wider than the values on both sides."""
+    low, high = min(values), max(values)
+    margin = 0.08 * (high - low) or 0.05 * high
+    return _Scale(low - margin, high + margin, start, end)
+
+
+def _axes(across: _Scale, up: _Scale) -> str:
+    ink = 'fill="#404040"'
+    floor, middle = _HEIGHT - _BOTTOM, (_LEFT + _WIDTH - _RIGHT) / 2
+    lines = f'<path d="M{_LEFT} {_TOP}V{floor}H{_WIDTH - _RIGHT}" fill="none" stroke="#808080"/>'
+    ticks = "".join(
+        f'<text x="{across.at(value):.1f}" y="{floor + 16}" text-anchor="middle" {ink}>{value:.3g}</text>'
+        for value in _ticks(across)
+    ) + "".join(
+        f'<text x="{_LEFT - 6}" y="{up.at(value) + 4:.1f}" text-anchor="end" {ink}>{value:.3g}</text>'
+        for value in _ticks(up)
+    )
+    names = (
+        f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle" {ink}>seconds of a step</text>'
+        f'<text x="6" y="16" {ink}>GiB of the fullest rank; numbers: plans of the table</text>'
+    )
+    return lines + ticks + names
+
+
+def _ticks(scale: _Scale) -> tuple[float, ...]:
+    return tuple(scale.low + part * (scale.high - scale.low) for part in (0.1, 0.5, 0.9))
+
+
+# A schedule over time.
+
+
+def draw_schedule(request: Request, layout: Layout) -> Picture:
+    """The order of a plan's micro-batches over time, with seconds of its stages.
+
+    Of a step with more boxes than can be told apart the first micro-batches are drawn, as a step of their own; the
+    text says so.
+    """
+    count = num_microbatches(request.work, layout)
+    shown = max(1, min(count, MOST_BOXES // (3 * layout.pp * max(1, layout.chunks))))
+    work = replace(request.work, global_batch=shown * layout.dp * layout.micro_batch)
+    made = pipeline_of(work if shown < count else request.work, layout, request.cluster)
+    lines = [describe(layout), summary(made.schedule, made.durations)]
+    if shown < count:
+        lines.append(f"drawn: {shown:,} of {count:,} micro-batches, as if they were all")
+    rows = tuple(
+        (rank, str(item.action), item.start, item.end)
+        for rank, line in enumerate(run(made.schedule, made.durations))
+        for item in line
+    )
+    return Picture(
+        as_svg(made.schedule, made.durations), tuple(lines), ("rank", "action", "from", "to"), rows
+    )

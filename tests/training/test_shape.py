@@ -1,0 +1,82 @@
+"""Shapes of models that are Python objects: sizes of a configuration, believed where the parameters agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+import meshwright
+from meshwright.errors import ConfigError
+from meshwright.models.build import build_model
+from meshwright.presets import find_model
+from meshwright.presets.counts import num_parameters
+from meshwright.training.shape import shape_of_model
+from tests.training.hf_models import SIZES
+
+
+class Small(nn.Module):
+    """A decoder as people write them: sizes under short names."""
+
+    def __init__(self, *, inner: int = 4, vocab: int = 300) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(n_layer=3, n_head=4, n_embd=64, block_size=32, vocab_size=vocab)
+        self.positions, self.tokens = nn.Embedding(32, 64), nn.Embedding(vocab, 64)
+        self.blocks = nn.ModuleList(Small.block(inner) for _ in range(3))
+
+    @staticmethod
+    def block(inner: int) -> nn.Module:
+        matrices = (64, 192), (64, 64), (64, inner * 64), (inner * 64, 64)
+        return nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in matrices), nn.LayerNorm(64))
+
+
+@pytest.mark.parametrize("name", ["gpt-nano", "gpt2", "llama-3.2-1b"])
+def test_our_models_have_their_presets_shape(name):
+    preset = find_model(name)
+    found = shape_of_model(lambda: build_model(preset.family, dataclasses.asdict(preset)))
+    assert num_parameters(found) == num_parameters(preset)
+    sizes = (
+        "family",
+        "num_layers",
+        "dim",
+        "num_heads",
+        "num_kv_heads",
+        "ffn_dim",
+        "vocab_size",
+        "max_seq_len",
+    )
+    assert [getattr(found, size) for size in sizes] == [getattr(preset, size) for size in sizes]
+    assert found.tied_embedding == preset.tied_embedding
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+def test_models_of_transformers_have_theirs(family):
+    build, loss = meshwright.hf(family, **SIZES[family])
+    found = meshwright.plan((build, loss), cluster="2xh100", global_batch=8, seq_len=16)
+    shape = found.request.work.model
+    assert (shape.num_layers, shape.dim, shape.num_heads, shape.vocab_size) == (2, 32, 4, 67)
+    assert (shape.family, shape.num_kv_heads) == (("gpt", 4) if family == "gpt2" else ("llama", 2))
+    assert found.source.startswith("py:meshwright.training.hf:HfBuild")
+
+
+def test_a_model_with_sizes_under_other_names():
+    found = shape_of_model(Small())
+    assert (found.family, found.num_layers, found.ffn_dim, found.max_seq_len) == ("gpt", 3, 256, 32)
+    assert found.tied_embedding
+    assert meshwright.plan(Small, cluster="2xh100").request.work.model == found
+
+
+def test_a_shape_that_the_parameters_deny_is_not_believed():
+    with pytest.raises(
+        ConfigError, match=r"E269 Small has 2\d\d,\d{3} parameters, and a \w+ model of the sizes"
+    ):
+        shape_of_model(Small(inner=8))
+    with pytest.raises(ConfigError, match=r"E269 Linear has no shape .* plan=\"auto\""):
+        shape_of_model(nn.Linear(3, 3))
+    build, _ = meshwright.hf("vit", **SIZES["vit"])
+    with pytest.raises(ConfigError, match="E269 ViTForImageClassification has no shape"):
+        shape_of_model(build)
+    with pytest.raises(ConfigError, match="E111 int is no model to plan for"):
+        meshwright.plan(lambda: 3, cluster="2xh100")
