@@ -1,20 +1,30 @@
 """`meshwright.train(...)`: a run file, a configuration, or a model, its loss and its data as Python objects.
 
 Owns how objects become a configuration, and that they travel to workers by cloudpickle. A module that is given with
-its weights is copied to every rank; what is learned is in the run's checkpoints, not in the caller's module.
+its weights is copied to every rank; what is learned is in the run's checkpoints, not in the caller's module. What
+`meshwright.hf` returned, with data that is named, is a run of `hf:`, whose weights each rank reads for itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from meshwright.errors import ConfigError
-from meshwright.launching.jobs import launch_config
-from meshwright.training.config import RunConfig, load_config
+from meshwright.launching.jobs import launch_config, plan_of_run
+from meshwright.launching.plan import name_of
+from meshwright.launching.plan_result import PlanResult
+from meshwright.launching.planned import FromPython
+from meshwright.launching.shapes import shape_of_object
+from meshwright.training.config import Resolved, RunConfig, load_config
 from meshwright.training.units import split_at_commas, toml_literal
 from meshwright.verification.job import Functions
+
+if TYPE_CHECKING:
+    from meshwright.training.hf import HfBuild
+
+Sections = dict[str, dict[str, Any]]
 
 
 class TrainOptions(TypedDict, total=False):
@@ -22,8 +32,10 @@ class TrainOptions(TypedDict, total=False):
 
     Keys:
         loss: (model, batch) -> (sum, count), or a bare scalar that is a mean over samples; of a model.
-        data: map-style dataset whose items torch's default collate stacks; of a model.
-        plan: `auto`, or keys of the run file's `plan` table: `pp=2,zero=1`.
+        data: map-style dataset whose items torch's default collate stacks; of a model. With what `meshwright.hf`
+            returned also a text, as `data.train`.
+        plan: `auto`, keys of the run file's `plan` table (`pp=2,zero=1`), or what `meshwright.plan` returned: then
+            batch, sequence length and processes are those of the plan where nothing else is said.
         processes: local ranks.
         global_batch: samples of a step.
         stop_at: as `train.stop_at`: "2000 steps", "60 s".
@@ -32,7 +44,7 @@ class TrainOptions(TypedDict, total=False):
 
     loss: Callable[[Any, Any], Any]
     data: Any
-    plan: str
+    plan: str | PlanResult
     processes: int
     global_batch: int
     stop_at: str
@@ -40,7 +52,7 @@ class TrainOptions(TypedDict, total=False):
 
 
 def train(
-    source: str | Path | RunConfig | Callable[[], Any],
+    source: str | Path | RunConfig | tuple[Any, ...] | Callable[[], Any],
     *overrides: str,
     resume: str | None = None,
     **options: Unpack[TrainOptions],
@@ -48,7 +60,8 @@ def train(
     """Train from Python: a run file, or `meshwright.train(Net, loss=loss_fn, data=dataset, plan="auto")`.
 
     Args:
-        source: a run file, a configuration, a module, or a function that makes one, the same at each call.
+        source: a run file, a configuration, a module, a function that makes one, the same at each call, or what
+            `meshwright.hf` returned.
         *overrides: texts `a.b=c`.
         resume: `auto`, or a run folder or checkpoint to go on from.
         **options: see `TrainOptions`.
@@ -57,31 +70,73 @@ def train(
         The contract's result, as `meshwright train --json` prints it.
 
     Raises:
-        MeshwrightError: as the command line prints it; E111 for a model without loss or data.
+        MeshwrightError: as the command line prints it; E111 for a model without loss or data; E293 for a plan that was
+            made for something else.
     """
-    texts = [*_texts(options), *overrides]
-    if isinstance(source, RunConfig):
-        values = source.model_dump(mode="json", exclude_unset=True)
-        resolved = load_config(None, texts, built_in=values, built_in_name="RunConfig")
-        return launch_config(resolved, json_output=True, resume=resume)
-    if isinstance(source, str | Path):
-        return launch_config(load_config(Path(source), texts), json_output=True, resume=resume)
     functions = _functions(source, options)
-    named = getattr(source, "__qualname__", type(source).__qualname__)
-    place = f"py:{getattr(source, '__module__', '__main__')}:{named}"
-    resolved = load_config(
-        None, texts, built_in={"model": {"source": place}}, built_in_name="meshwright.train"
-    )
-    return launch_config(resolved, json_output=True, resume=resume, functions=functions)
+    resolved = _resolved(source, [*_texts(options), *overrides], options, functions)
+    plan = options.get("plan")
+    offered = plan.offered() if isinstance(plan, PlanResult) else None
+    found = None
+    if offered is not None or resolved.config.plan.lock is not None:
+        shape = None if functions is None else shape_of_object(functions.build)
+        found = plan_of_run(resolved, FromPython(offered, shape))
+    return launch_config(resolved, json_output=True, resume=resume, functions=functions, plan=found)
 
 
-def _functions(source: Callable[[], Any], options: TrainOptions) -> Functions:
+def _resolved(source: Any, texts: list[str], options: TrainOptions, functions: Functions | None) -> Resolved:
+    """The configuration; what a plan says of batch and sequence counts less than anything else that is said."""
+    plan = options.get("plan")
+    built_in = _sizes(plan) if isinstance(plan, PlanResult) else {}
+    if isinstance(source, str | Path):
+        return load_config(Path(source), texts, built_in=built_in, built_in_name="meshwright.plan")
+    if isinstance(source, RunConfig):
+        own = source.model_dump(mode="json", exclude_unset=True)
+        return load_config(None, texts, built_in=_merged(built_in, own), built_in_name="RunConfig")
+    model = {"source": name_of(source)}
+    own = {"model": model} if functions is not None else _sections_of_hf(source[0], options["data"])
+    return load_config(None, texts, built_in=_merged(built_in, own), built_in_name="meshwright.train")
+
+
+def _sections_of_hf(build: HfBuild, data: str) -> Sections:
+    """What a run file would say of a model of transformers and of named data."""
+    values = {"source": f"hf:{build.place}", "init": build.init, "task": build.task, **build.sizes}
+    return {
+        "model": {key: value for key, value in values.items() if value is not None},
+        "data": {"train": data},
+    }
+
+
+def _sizes(plan: PlanResult) -> Sections:
+    work = plan.request.work
+    return {"train": {"global_batch": work.global_batch}, "data": {"seq_len": work.seq_len}}
+
+
+def _merged(less: Sections, more: Sections) -> Sections:
+    return {name: {**less.get(name, {}), **more.get(name, {})} for name in {**less, **more}}
+
+
+def _functions(source: Any, options: TrainOptions) -> Functions | None:
+    """The objects that travel to workers; None where a configuration says all."""
+    if isinstance(source, str | Path | RunConfig):
+        return None
+    if isinstance(source, tuple):  # of meshwright.hf
+        if isinstance(options.get("data"), str) and "loss" not in options:
+            return None
+        build, loss = source
+        source, options = build, {"loss": loss, **options}
     missing = [name for name in ("loss", "data") if name not in options]
     if missing or not callable(source):
         raise ConfigError(
             "E111",
             f"meshwright.train({type(source).__name__}) needs loss= and data= as well: "
             f'meshwright.train(lambda: Net(64), loss=loss_fn, data=dataset, plan="auto")',
+        )
+    if isinstance(options["data"], str):
+        raise ConfigError(
+            "E111",
+            f"data={options['data']!r}: a model with a loss of its own needs a dataset, whose items its loss reads; "
+            f"data that is named goes with a run file, or with what meshwright.hf returned",
         )
     from torch import nn  # whoever has a model has torch; a launcher must not load it
 
@@ -92,7 +147,9 @@ def _functions(source: Callable[[], Any], options: TrainOptions) -> Functions:
 
 def _texts(options: TrainOptions) -> list[str]:
     plan = options.get("plan", "")
-    texts = ["plan.mode=auto"] if plan == "auto" else [f"plan.{part}" for part in split_at_commas(plan)]
+    texts = []
+    if not isinstance(plan, PlanResult):
+        texts = ["plan.mode=auto"] if plan == "auto" else [f"plan.{part}" for part in split_at_commas(plan)]
     keys = {
         "processes": "plan.processes",
         "global_batch": "train.global_batch",

@@ -24,7 +24,7 @@ from meshwright.errors import EXIT_OK, CheckpointError
 from meshwright.launching.deciding import with_plan
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
-from meshwright.launching.planned import Planned, cache_of, planned
+from meshwright.launching.planned import NOTHING_GIVEN, FromPython, Planned, cache_of, planned
 from meshwright.launching.recording import lines_of, recorded
 from meshwright.training.config import DEFAULT, Resolved, RunConfig
 from meshwright.training.console import Console
@@ -87,10 +87,10 @@ def launch_config(
     return _recorded(result, found, json_output=json_output)
 
 
-def plan_of_run(resolved: Resolved) -> Planned:
-    """The configuration with the plan of a file or of the planner, as it would run here; see `planned`."""
+def plan_of_run(resolved: Resolved, given: FromPython = NOTHING_GIVEN) -> Planned:
+    """The configuration with the plan of a file, a script or the planner, as it would run here; see `planned`."""
     size = _world_size(os.environ) if is_worker(os.environ) else None
-    return planned(resolved, world_size=size, num_gpus=num_gpus(os.environ))
+    return planned(resolved, world_size=size, num_gpus=num_gpus(os.environ), given=given)
 
 
 def _recorded(result: dict[str, Any], plan: Planned, *, json_output: bool) -> dict[str, Any]:

@@ -92,9 +92,10 @@ def name_of(model: Model) -> str:
         return str(model)
     if isinstance(model, RunConfig):
         return model.model.source
-    made = model[0] if isinstance(model, tuple) else model
-    kind = made if hasattr(made, "__qualname__") else type(made)
-    return f"py:{kind.__module__}:{kind.__qualname__}"
+    if isinstance(model, tuple):  # of meshwright.hf
+        return f"hf:{model[0].place}"
+    named = getattr(model, "__qualname__", type(model).__qualname__)
+    return f"py:{getattr(model, '__module__', '__main__')}:{named}"
 
 
 def _read(model: Model) -> tuple[Sections, ModelPreset | None]:

@@ -16,10 +16,12 @@ from meshwright.planner.lock import LOCK_NAME, lock_value, save_lock
 from meshwright.planner.plans import Plan, Plans, describe
 from meshwright.planner.request import Request
 from meshwright.planner.runnable import plan_keys
+from meshwright.planner.take import Offered, first_runnable
 from meshwright.planner.text import Spending, table_lines, warnings_of
 from meshwright.reporting.picture import Picture
 from meshwright.reporting.plans import draw_front, draw_schedule, plans_table
 from meshwright.simulation.job import Layout
+from meshwright.training.units import toml_literal
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class PlanEntry:
     def keys(self) -> Mapping[str, object]:
         """The keys of a run's `[plan]` that say it."""
         return plan_keys(self.layout)
+
+    @property
+    def text(self) -> str:
+        """The keys as `plan=` of `train` and `verify` takes them: "dp=2,zero=1"."""
+        return ",".join(f"{key}={toml_literal(value)}" for key, value in self.keys.items())
 
     @property
     def step_seconds(self) -> float:
@@ -179,6 +186,20 @@ class PlanResult:
     def lock(self) -> dict[str, object]:
         """What `save` writes."""
         return lock_value(self.found, source=self.source)
+
+    def offered(self) -> Offered:
+        """The plans as `train` takes them."""
+        return Offered(
+            self.lock(), "the plan of meshwright.plan", "Call meshwright.plan again, or leave plan= out"
+        )
+
+    def runnable(self) -> PlanEntry:
+        """The first that training runs.
+
+        Raises:
+            PlanError: E298 where it runs none.
+        """
+        return self.plans[first_runnable(self.offered()).number - 1]
 
     def _asked(self, question: str) -> Answer:
         return answer_about(question, self.request, [item.predicted for item in self.found.plans])

@@ -14,12 +14,14 @@ from types import MappingProxyType
 
 from meshwright.errors import ConfigError, PlanError
 from meshwright.launching.gpus import local_cluster
+from meshwright.launching.shapes import shape_of_run
 from meshwright.launching.this_host import located, num_cores
 from meshwright.planner.asking import ask, sections_of
 from meshwright.planner.plans import Plans, describe, make_plans
 from meshwright.planner.request import Request
 from meshwright.planner.runnable import plan_keys
-from meshwright.planner.take import lock_cluster, take
+from meshwright.planner.take import Offered, of_file, take
+from meshwright.presets.models import ModelPreset
 from meshwright.simulation.host_keys import is_known
 from meshwright.training.config import DEFAULT, Resolved, default_cache_dir
 from meshwright.training.sections import PlanConfig
@@ -48,19 +50,42 @@ class Planned:
     runs: int = 0
 
 
-def planned(resolved: Resolved, *, world_size: int | None, num_gpus: int = 0) -> Planned:
+@dataclass(frozen=True)
+class FromPython:
+    """What a script gave beside the configuration.
+
+    Attributes:
+        offered: plans of `meshwright.plan`; their fixed keys and their headroom count where the run says none.
+        shape: of a model that is a Python object.
+    """
+
+    offered: Offered | None = None
+    shape: ModelPreset | None = None
+
+
+NOTHING_GIVEN = FromPython()
+
+
+def planned(
+    resolved: Resolved, *, world_size: int | None, num_gpus: int = 0, given: FromPython = NOTHING_GIVEN
+) -> Planned:
     """The configuration with the plan of `plan.lock`, or the best one under `plan.mode = "auto"`.
 
     Args:
         resolved: the configuration.
         world_size: processes that a launcher has started; None: this one starts them.
         num_gpus: of this host.
+        given: by a script; its plans count more than a file's.
 
     Raises:
         MeshwrightError: what `take` and `make_plans` raise; E294 for a plan of another number of processes.
     """
-    if resolved.config.plan.lock is not None:
-        return _taken(resolved, resolved.config.plan.lock, world_size)
+    path = resolved.config.plan.lock
+    if given.offered is not None:
+        return _taken(resolved, given.offered, world_size, given)
+    if path is not None:
+        offered = of_file(path, again=_command(resolved.source, path))
+        return _taken(resolved, offered, world_size, given)
     if resolved.config.plan.mode != "auto" or world_size is not None:
         return Planned(resolved)
     request = _question(resolved, num_gpus)
@@ -111,23 +136,33 @@ def _found(resolved: Resolved, plans: Plans) -> Planned:
     return _predicted(with_keys(resolved, keys, origin=reason), best.to_json(), plans.request, tuple(lines))
 
 
-def _taken(resolved: Resolved, path: Path, world_size: int | None) -> Planned:
-    places = sections_of(resolved).get("plan", {})
-    cluster = None if {"cluster", "processes"} & set(places) else lock_cluster(path)
-    request = ask(sections_of(resolved), {}, cluster=cluster)
+def _taken(resolved: Resolved, offered: Offered, world_size: int | None, given: FromPython) -> Planned:
+    sections, of_script = sections_of(resolved), given.offered is not None
+    places = sections.get("plan", {})
+    if of_script:
+        said = {"memory_headroom": offered.lock["headroom"], **_table(offered.lock["fixed"])}
+        sections = {**sections, "plan": {**said, **places}}
+    names = {"cluster"} if of_script else {"cluster", "processes"}
+    shape = given.shape or shape_of_run(resolved.config, here=world_size is not None)
+    cluster = None if names & set(places) else offered.cluster
+    request = ask(sections, {}, cluster=cluster, model=shape)
     request = located(request, cache_of(resolved), measures=False)
-    again = _command(resolved.source, path)
-    taken = take(path, request, again=again)
+    taken = take(offered, request)
     devices = request.cluster.num_devices
     asked = world_size or resolved.config.plan.processes or devices
     if asked != devices:
         raise PlanError(
             "E294",
-            f"{path} has plans for {devices} devices, and {asked} processes are asked for. Start {devices}, or run "
-            f"`{again}` with plan.processes={asked}",
+            f"{offered.place} has plans for {devices} devices, and {asked} processes are asked for. Start {devices}, "
+            f"or with plan.processes={asked}: {offered.fix}",
         )
     keys = {**taken.keys, "mode": "given", **({} if world_size else {"processes": devices})}
-    return _predicted(with_keys(resolved, keys, origin=path.name), taken.predicted, request)
+    return _predicted(with_keys(resolved, keys, origin=Path(offered.place).name), taken.predicted, request)
+
+
+def _table(value: object) -> dict[str, object]:
+    assert isinstance(value, dict), "a table of a lock"
+    return value
 
 
 def _predicted(

@@ -29,7 +29,7 @@ def shape_of_object(model: tuple[Any, ...] | Callable[..., Any]) -> ModelPreset:
     """
     from meshwright.training.shape import shape_of_model  # needs torch
 
-    return shape_of_model(model[0] if isinstance(model, tuple) and model else model)
+    return shape_of_model(model)
 
 
 def shape_of_run(config: RunConfig, *, here: bool = False) -> ModelPreset | None:

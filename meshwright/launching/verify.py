@@ -24,6 +24,7 @@ from meshwright.errors import ConfigError, PlanError, WorkerError
 from meshwright.launching.deciding import Decide, decide_locally, with_plan
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
+from meshwright.launching.plan_result import PlanResult
 from meshwright.layout.plan import Precision, TrainPlan
 from meshwright.training.config import Resolved, RunConfig, load_config
 from meshwright.training.deciding import decided
@@ -108,8 +109,8 @@ def verify(
     loss: Callable[[Any, Any], Any],
     data: Any,
     *,
-    plan: str = "zero=1",
-    processes: int = DEFAULT_PROCESSES,
+    plan: str | PlanResult = "zero=1",
+    processes: int | None = None,
     **options: Unpack[VerifyOptions],
 ) -> VerifyResult:
     """Train a model by `plan` on local processes and on one device alike, and compare all they compute.
@@ -120,8 +121,9 @@ def verify(
         build: () -> nn.Module, the same at each call.
         loss: (model, batch) -> (sum, count), or a bare scalar that is a mean over samples.
         data: map-style dataset whose items torch's default collate stacks.
-        plan: keys of the run file's `plan` table: `zero=2,micro_batch=3`.
-        processes: candidate ranks on this machine.
+        plan: keys of the run file's `plan` table: `zero=2,micro_batch=3`; or what `meshwright.plan` returned, whose
+            first plan that training runs is taken with its batch and number of processes, for a model of any size.
+        processes: candidate ranks on this machine; None: the plan's, else 4.
         **options: see `VerifyOptions`.
 
     Returns:
@@ -129,10 +131,15 @@ def verify(
 
     Raises:
         ConfigErrors: unknown plan keys (E101) and those that are not built (E110).
-        PlanError: E200, E203 for a plan that does not fit the processes or the batch.
+        PlanError: E200, E203 for a plan that does not fit the processes or the batch, E298 where training runs none.
         ConfigError: E111, E112, E801, E802 about the model, loss or data.
         WorkerError: a process died or raised.
     """
+    if isinstance(plan, PlanResult):
+        work, devices = plan.request.work, plan.request.cluster.num_devices
+        options = {"global_batch": work.global_batch, **options}
+        plan, processes = plan.runnable().text, processes or devices
+    processes = processes or DEFAULT_PROCESSES
     job = job_of(Functions(build, loss, data), plan=plan, processes=processes, options=options)
     resume = options.get("resume", True)
     return run_job(job, model=f"as build() makes it, {job.steps} steps", resume=resume)

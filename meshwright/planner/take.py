@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.compare import layout_from
@@ -34,54 +35,56 @@ class Taken:
 
     number: int
     keys: Mapping[str, object]
-    predicted: Mapping[str, object]
+    predicted: Mapping[str, Any]
 
 
-def lock_cluster(path: Path) -> Cluster:
-    """The cluster of a file of plans, for a run that names none.
+@dataclass(frozen=True)
+class Offered:
+    """Plans that a run is to take.
 
-    Raises:
-        ConfigError: E289.
+    Attributes:
+        lock: what `lock_value` gave, perhaps read from a file.
+        place: what they are called.
+        fix: what to do where they cannot be taken.
     """
-    return cluster_of(read_lock(path))
+
+    lock: Mapping[str, object]
+    place: str
+    fix: str
+
+    @property
+    def cluster(self) -> Cluster:
+        """That they were made for."""
+        return cluster_of(self.lock)
 
 
-def take(path: Path, request: Request, *, again: str) -> Taken:
-    """The first plan that training runs.
-
-    Args:
-        path: the file.
-        request: what the run asks now.
-        again: the command that makes the file anew, for the text.
+def of_file(path: Path, *, again: str) -> Offered:
+    """The plans of a file; `again` is the command that makes it anew.
 
     Raises:
         ConfigError: E289 where there is no such file.
-        PlanError: E293 where it is stale, E298 where training runs none of its plans.
     """
-    fix = f"Run `{again}` again, or leave {path.name} out"
-    return take_from(read_lock(path), request, place=str(path), fix=fix)
+    return Offered(read_lock(path), str(path), f"Run `{again}` again, or leave {path.name} out")
 
 
-def take_from(lock: Mapping[str, object], request: Request, *, place: str, fix: str) -> Taken:
-    """As `take`, of plans that are no file.
+def take(offered: Offered, request: Request) -> Taken:
+    """The first plan that training runs.
 
     Args:
-        lock: what `lock_value` gave.
+        offered: the plans.
         request: what the run asks now.
-        place: what the plans are called in the text of an error.
-        fix: what to do, for the same.
+
+    Raises:
+        PlanError: E293 where they are stale, E298 where training runs none of them.
     """
+    lock, place, fix = offered.lock, offered.place, offered.fix
     stored, now = lock.get("fingerprint"), fingerprints(request)
     was = stored if isinstance(stored, Mapping) else {}
     changed = [word for name, word in _WORDS.items() if was.get(name) != now[name]]
     if changed:
         raise PlanError("E293", f"{place} is stale: it was made for {', '.join(changed)}. {fix}")
-    plans = lock["plans"]
-    assert isinstance(plans, list), "a lock file's plans are a list"
-    runs = [number for number, entry in enumerate(plans, start=1) if entry["trainable"]]
-    if not runs:
-        raise PlanError("E298", f"{place}: train runs none of its plans: {plans[0]['obstacle']}. {fix}")
-    entry = plans[runs[0] - 1]
+    found = first_runnable(offered)
+    entry = found.predicted
     priced = predict(request.work, layout_from(entry), _as_then(request.cluster, lock))
     pairs = (
         (entry["step_seconds"], priced.step.total),
@@ -90,10 +93,22 @@ def take_from(lock: Mapping[str, object], request: Request, *, place: str, fix: 
     if not all(math.isclose(before, after, rel_tol=_SAME) for before, after in pairs):
         raise PlanError(
             "E293",
-            f"{place} is stale: the cost model said {entry['step_seconds']:.4g} s of its plan {runs[0]}, and says "
+            f"{place} is stale: the cost model said {entry['step_seconds']:.4g} s of its plan {found.number}, and says "
             f"{priced.step.total:.4g} s now. {fix}",
         )
-    return Taken(runs[0], entry["keys"], entry)
+    return found
+
+
+def first_runnable(offered: Offered) -> Taken:
+    """The first plan that training runs, whatever it was made for; E298 where it runs none."""
+    plans = offered.lock["plans"]
+    assert isinstance(plans, list), "a lock file's plans are a list"
+    for number, entry in enumerate(plans, start=1):
+        if entry["trainable"]:
+            return Taken(number, entry["keys"], entry)
+    raise PlanError(
+        "E298", f"{offered.place}: train runs none of its plans: {plans[0]['obstacle']}. {offered.fix}"
+    )
 
 
 def _as_then(cluster: Cluster, lock: Mapping[str, object]) -> Cluster:

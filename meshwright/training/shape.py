@@ -31,7 +31,7 @@ def shape_of_model(model: Any) -> ModelPreset:
     """The shape of a module, or of what a function makes.
 
     Args:
-        model: a module, a function that makes one (or a tuple that begins with one), or a build of `meshwright.hf`.
+        model: a module, a function that makes one, a build of `meshwright.hf`, or what that returned.
 
     Raises:
         ConfigError: E111 for what is no model, E269 for one whose shape is not known, E106 for sizes that do not belong
@@ -69,13 +69,14 @@ def shape_of_config(config: RunConfig) -> ModelPreset:
 
 def _built(model: Any) -> nn.Module:
     """A module, without memory if it can be."""
+    if isinstance(model, tuple) and model:
+        return _built(model[0])
+    module = model
     if isinstance(model, LeanBuild):
-        return model.skeleton()
-    made = model
-    if callable(model) and not isinstance(model, nn.Module):
+        module = model.skeleton()
+    elif callable(model) and not isinstance(model, nn.Module):
         with torch.device("meta"):
-            made = model()
-    module = made[0] if isinstance(made, tuple) and made else made
+            module = model()
     if not isinstance(module, nn.Module):
         raise ConfigError(
             "E111",

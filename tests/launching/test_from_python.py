@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from torch import nn
 import meshwright
 from meshwright.errors import ConfigError, DoesNotFitError, PlanError
 from meshwright.launching import deciding, from_python, jobs
+from meshwright.models.build import build_model
+from meshwright.models.loss import language_model_loss
+from meshwright.presets import find_model
 from meshwright.training.config import RunConfig, load_config
 from meshwright.training.measured import Measured
 from tests.pipeline.models import Images, UNet, pixel_loss
 from tests.training.test_deciding import make_costs
-from tests.verification.models import Rows, loss_of_labels
+from tests.verification.models import Rows, Tokens, loss_of_labels
 
 
 @pytest.fixture
@@ -72,6 +76,103 @@ def test_a_model_alone_is_not_enough(launched):
     assert launched == []
     assert from_python.train is meshwright.train
     assert load_config(None).config.plan.mode == "given"
+
+
+NANO = find_model("gpt-nano")
+CACHE = "data.cache_dir=/nowhere"  # where no host was measured
+
+
+def nano() -> nn.Module:
+    return build_model(NANO.family, dataclasses.asdict(NANO))
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return meshwright.plan(
+        "gpt-nano", cluster="2xh100", global_batch=8, seq_len=32, plan="zero=1,micro_batch=2"
+    )
+
+
+def test_a_plan_from_python_is_taken_with_its_batch_and_ranks(launched, plans):
+    objects = {"loss": language_model_loss, "data": Tokens(256, 32), "stop_at": "2 steps"}
+    meshwright.train(nano, CACHE, plan=plans, **objects)
+    ((config, functions, processes, _),) = launched
+    assert functions.build is nano
+    assert (processes, config.plan.mode, config.plan.zero, config.plan.dp) == (2, "given", 1, 2)
+    assert (config.train.global_batch, config.data.seq_len, config.plan.micro_batch) == (8, 32, 2)
+    (text,) = (path.read_text() for path in Path("runs").glob("*/resolved.toml"))
+    assert "zero = 1  # the plan of meshwright.plan" in text
+    assert "global_batch = 8  # meshwright.train" in text
+
+
+def test_a_plan_goes_with_configurations_and_run_files(launched, plans, tmp_path):
+    (tmp_path / "run.toml").write_text('[model]\nsource = "gpt-nano"\n[train]\nglobal_batch = 8\n')
+    meshwright.train("run.toml", CACHE, plan=plans)
+    meshwright.train(
+        RunConfig.model_validate({"model": {"source": "gpt-nano"}}), CACHE, plan=plans, processes=2
+    )
+    path = plans.save(tmp_path / "plan.lock.json")
+    meshwright.train("run.toml", "data.seq_len=32", "plan.zero=1", "plan.micro_batch=2", f"plan.lock={path}")
+    found = {(c.plan.zero, c.plan.dp, c.plan.precision, c.train.global_batch, p) for c, _, p, _ in launched}
+    assert len(launched) == 3
+    assert found == {(1, 2, "bf16", 8, 2)}
+
+
+@pytest.mark.parametrize(
+    ("texts", "what"),
+    [
+        (["model.num_layers=8"], "another model"),
+        (["train.global_batch=16"], "another batch or sequence length"),
+        (["plan.zero=2"], "other fixed keys"),
+        (["plan.tp=2"], "other fixed keys"),
+        (['plan.memory_headroom="20%"'], "another cluster or headroom"),
+        (["plan.cluster=2xa100"], "another cluster or headroom"),
+    ],
+)
+def test_a_plan_of_something_else_is_refused(launched, plans, texts, what):
+    config = RunConfig.model_validate({"model": {"source": "gpt-nano"}})
+    with pytest.raises(PlanError) as caught:
+        meshwright.train(config, CACHE, *texts, plan=plans)
+    assert caught.value.code == "E293"
+    assert f"the plan of meshwright.plan is stale: it was made for {what}" in caught.value.message
+    assert "Call meshwright.plan again, or leave plan= out" in caught.value.message
+    assert launched == []
+
+
+def test_a_plan_of_other_models_or_ranks_is_refused(launched, plans, tmp_path):
+    objects = {"loss": language_model_loss, "data": Tokens(256, 32)}
+    other = dataclasses.replace(NANO, ffn_dim=2 * NANO.ffn_dim)
+    build = lambda: build_model(other.family, dataclasses.asdict(other))  # noqa: E731
+    with pytest.raises(PlanError, match=r"E293 .*made for another model"):
+        meshwright.train(build, CACHE, plan=plans, **objects)
+    path = plans.save(tmp_path / "plan.lock.json")
+    fixed = ["plan.zero=1", "plan.micro_batch=2", "data.seq_len=32", "train.global_batch=8"]
+    with pytest.raises(PlanError, match=r"E293 .*made for another model"):  # a file counts with objects, too
+        meshwright.train(build, CACHE, *fixed, f"plan.lock={path}", **objects)
+    with pytest.raises(ConfigError, match="E269"):
+        meshwright.train(UNet, CACHE, plan=plans, loss=pixel_loss, data=Images())
+    with pytest.raises(PlanError, match=r"E294 .*has plans for 2 devices, and 4 processes"):
+        meshwright.train(nano, CACHE, plan=plans, processes=4, **objects)
+    assert launched == []
+
+
+def test_what_hf_returns_is_trained_with_named_data_or_a_dataset(launched):
+    made = meshwright.hf(
+        "llama", num_layers=2, dim=32, num_heads=4, ffn_dim=64, vocab_size=256, max_seq_len=32
+    )
+    plans = meshwright.plan(made, cluster="2xh100", global_batch=8, seq_len=32)
+    meshwright.train(made, CACHE, data="stdlib", plan=plans, stop_at="2 steps")
+    meshwright.train(made, CACHE, data=Tokens(256, 32), plan=plans, stop_at="2 steps")
+    (named, nothing, _, _), (_, functions, _, _) = launched
+    assert nothing is None
+    assert (named.model.source, named.model.num_layers, named.data.train) == ("hf:llama", 2, "stdlib")
+    assert (named.train.global_batch, named.data.seq_len, named.plan.mode) == (8, 32, "given")
+    assert functions.build == made[0]
+    assert functions.loss is made[1]
+    with pytest.raises(
+        ConfigError, match="E111 data='stdlib': a model with a loss of its own needs a dataset"
+    ):
+        meshwright.train(nano, loss=language_model_loss, data="stdlib")
 
 
 class Branching(nn.Module):

@@ -6,7 +6,7 @@ from meshwright.errors import ConfigError, PlanError
 from meshwright.planner.asking import ask
 from meshwright.planner.lock import save_lock
 from meshwright.planner.plans import make_plans
-from meshwright.planner.take import lock_cluster, take
+from meshwright.planner.take import of_file, take
 
 RUN = {
     "model": {"source": "preset:gpt-nano"},
@@ -29,10 +29,10 @@ def changed(section, **keys):
 
 
 def test_a_plan_is_taken_with_what_was_fixed_and_predicted(lock):
-    taken = take(lock, ask(RUN, {}), again=AGAIN)
+    taken = take(of_file(lock, again=AGAIN), ask(RUN, {}))
     assert (taken.number, taken.keys["zero"], taken.keys["precision"]) == (1, 1, "fp32")
     assert taken.predicted["step_seconds"] > 0
-    assert lock_cluster(lock).num_devices == 2
+    assert of_file(lock, again=AGAIN).cluster.num_devices == 2
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_plan_is_taken_with_what_was_fixed_and_predicted(lock):
 )
 def test_a_stale_file_is_refused_with_what_has_changed(lock, section, keys, what):
     with pytest.raises(PlanError) as caught:
-        take(lock, changed(section, **keys), again=AGAIN)
+        take(of_file(lock, again=AGAIN), changed(section, **keys))
     assert caught.value.code == "E293"
     assert caught.value.exit_code == 2
     assert f"it was made for {what}" in caught.value.message
@@ -62,7 +62,7 @@ def test_another_cost_model_makes_a_file_stale(lock, figure):
     entry[figure] = 2 * entry[figure] if figure == "step_seconds" else {**entry[figure], "peak": 1.0}
     lock.write_text(json.dumps(value))
     with pytest.raises(PlanError, match=r"E293 .* the cost model said .* and says") as caught:
-        take(lock, ask(RUN, {}), again=AGAIN)
+        take(of_file(lock, again=AGAIN), ask(RUN, {}))
     assert caught.value.code == "E293"
 
 
@@ -71,7 +71,7 @@ def test_a_file_without_a_plan_that_runs(lock):
     value["plans"] = [{**value["plans"][0], "trainable": False, "obstacle": "dualpipe is not built"}]
     lock.write_text(json.dumps(value))
     with pytest.raises(PlanError, match=r"E298 .* runs none of its plans: dualpipe is not built"):
-        take(lock, ask(RUN, {}), again=AGAIN)
+        take(of_file(lock, again=AGAIN), ask(RUN, {}))
 
 
 def test_what_is_not_priced_is_not_planned():
