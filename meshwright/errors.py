@@ -6,6 +6,10 @@ Users' mistakes raise one of these types; broken invariants of our own are `asse
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 EXIT_OK = 0
 EXIT_CONFIG = 2
 EXIT_DOES_NOT_FIT = 3
@@ -46,6 +50,18 @@ def _rebuild(kind: type[MeshwrightError], code: str, message: str, where: str) -
 
 class ConfigError(MeshwrightError):
     """E1xx: a key, a value or a unit of the run file is wrong."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of a file that the user named: E297 where that is not possible."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            "E297", f"cannot write {str(path)!r}: {reason}. Name a place that can be written, e.g. with --out"
+        ) from error
 
 
 class PlanError(MeshwrightError):

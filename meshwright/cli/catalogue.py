@@ -689,16 +689,17 @@ CATALOGUE = (
     ),
     CodeEntry(
         "E285",
-        "an option of a search that is not a part or a range",
+        "an option of a search that has another form",
         "memory_headroom is a part of a device's memory that a plan leaves free; --scaling is a range of numbers of "
-        "devices.",
-        'Write headroom as 0.1 or "10%", a range as 8..64.',
+        "devices; --price is of a run, so it needs --tokens.",
+        'Write headroom as 0.1 or "10%", a range as 8..64, tokens as "100B".',
     ),
     CodeEntry(
         "E286",
-        "fixed degrees that do not divide the cluster",
-        "dp x tp x pp x cp is the number of devices; what is fixed of them must divide it, all four must equal it.",
-        "Leave one of them out, or take one of the products of the message.",
+        "degrees that the cluster, the model or the batch does not allow",
+        "dp x tp x pp x cp is the number of devices, tp divides heads, dp the batch, cp the sequence; what is fixed "
+        "must leave a layout that keeps all of it.",
+        "Leave one of them out, or take one of the numbers of the message.",
     ),
     CodeEntry(
         "E287",
@@ -769,9 +770,9 @@ CATALOGUE = (
     ),
     CodeEntry(
         "E297",
-        "a report that cannot be written",
-        "The folder is read-only, full, or does not exist.",
-        "Name another place with --out.",
+        "a file that cannot be written",
+        "Its folder is read-only, full, or does not exist; or the name is that of a folder.",
+        "Name another place with --out (or --svg, --trace).",
     ),
     CodeEntry(
         "E298",

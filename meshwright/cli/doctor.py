@@ -18,7 +18,7 @@ import typer
 from meshwright.cli.machine import Machine, find_problems, inspect_machine
 from meshwright.cli.output import print_json
 from meshwright.cli.train import require_torch
-from meshwright.errors import WorkerError
+from meshwright.errors import WorkerError, writing
 
 CLUSTER_FILE = Path("cluster.toml")
 
@@ -38,7 +38,8 @@ def doctor(
     measured = measure_machine() if measure else None
     host = None
     if measured is not None:
-        CLUSTER_FILE.write_text(cluster_toml(machine, measured), encoding="utf-8")
+        with writing(CLUSTER_FILE):
+            CLUSTER_FILE.write_text(cluster_toml(machine, measured), encoding="utf-8")
         host = _measure_host(machine)
     if json_output:
         report: dict[str, object] = {**dataclasses.asdict(machine), "environment": environment}

@@ -15,7 +15,7 @@ import typer
 
 from meshwright.cli.draw_schedule import Pipeline, draw_schedule
 from meshwright.cli.output import print_json
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, writing
 from meshwright.exchange.catalogue import ALGORITHMS, make_exchange
 from meshwright.exchange.cost import count
 from meshwright.exchange.draw import MOST_RANKS, before_and_after, step_by_step
@@ -120,7 +120,8 @@ def draw(  # noqa: PLR0913 - each is an option of the command
         )
         text, svg, facts = draw_schedule(pipeline, csv=suffix == ".csv", trace=trace)
     if out is not None:
-        out.write_text(svg, encoding="utf-8")
+        with writing(out):
+            out.write_text(svg, encoding="utf-8")
     if json_output:
         print_json({**facts, "text": text, "out": None if out is None else str(out)})
     else:

@@ -9,7 +9,7 @@ import gzip
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, writing
 from meshwright.schedule.action import SENDS, Schedule, to_text
 from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.check import peak_in_flight
@@ -67,7 +67,8 @@ def draw_schedule(pipeline: Pipeline, *, csv: bool, trace: Path | None) -> tuple
     timeline = simulate(lowered, machinery)
     if trace is not None:
         written = as_trace(lowered, timeline, machinery).encode()
-        trace.write_bytes(gzip.compress(written, mtime=0) if trace.suffix == ".gz" else written)
+        with writing(trace):
+            trace.write_bytes(gzip.compress(written, mtime=0) if trace.suffix == ".gz" else written)
     messages = sum(action.op in SENDS for program in lowered.programs for action in program)
     facts: dict[str, object] = {
         "schedule": made.name,

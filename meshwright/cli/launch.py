@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.output import print_json
+from meshwright.errors import writing
 from meshwright.launching.launch import DEFAULT_PORT, DEFAULT_RESTARTS, Job
 from meshwright.launching.launch import slurm as slurm_job
 from meshwright.launching.launch import ssh as ssh_job
@@ -93,7 +94,8 @@ def ssh(  # noqa: PLR0913 - each is an option of the command
 
 def _finish(job: Job, out: Path | None, *, submit: bool, json_output: bool) -> None:
     if out is not None:
-        out.write_text(job.script, encoding="utf-8")
+        with writing(out):
+            out.write_text(job.script, encoding="utf-8")
     answer = job.submit() if submit else None
     if json_output:
         print_json({"script": job.script, "out": None if out is None else str(out), "submitted": answer})

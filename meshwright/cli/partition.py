@@ -19,7 +19,7 @@ from typing import Annotated, cast, get_args
 import typer
 
 from meshwright.cli.output import print_json
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, writing
 from meshwright.graph.task_graph import TaskGraph
 from meshwright.partitioning.alternatives import (
     MOST_TIES,
@@ -133,7 +133,8 @@ def partition(  # noqa: PLR0913 - each is an option of the command
         panes = [graph_pane(priced), steps_pane(priced, model)]
     facts = {**_facts(found, model), **more, "seconds": time.perf_counter() - started}
     if out is not None:
-        out.write_text(as_svg(*panes, stages_pane(found, labels)), encoding="utf-8")
+        with writing(out):
+            out.write_text(as_svg(*panes, stages_pane(found, labels)), encoding="utf-8")
     if json_output:
         print_json({**facts, "out": None if out is None else str(out)})
     else:

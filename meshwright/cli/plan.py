@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.output import print_json
+from meshwright.errors import ConfigError
 from meshwright.launching.plan import PlanOptions, question_of
 from meshwright.launching.plan import plan as make_plans
 from meshwright.planner.cost import cost_of, parse_tokens
@@ -20,6 +21,7 @@ from meshwright.planner.lock import LOCK_NAME
 from meshwright.planner.plans import DEFAULT_COUNT, describe
 from meshwright.planner.request import Request
 from meshwright.planner.scaling import ScalingPoint, parse_range, scale, still_pays
+from meshwright.planner.text import dollars_text
 
 
 def plan(  # noqa: PLR0913 - each is an option of the command
@@ -48,6 +50,8 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     if batch is not None:
         options["global_batch"] = batch
     wanted = parse_tokens(tokens) if tokens else None
+    if price is not None and wanted is None:
+        raise ConfigError("E285", f"--price={price:g} needs the length of the run, e.g. --tokens 100B")
     if scaling:
         _print_scaling(question_of(source, **options), scaling, wanted, price, json_output=json_output)
         return
@@ -61,7 +65,8 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     else:
         print(found.table(wanted, usd_per_gpu_hour=price))
         beside = "" if out == Path(LOCK_NAME) else f" --lock {out}"
-        print(f'wrote {out}     next: meshwright explain "1 vs 2"{beside}')
+        question = "1 vs 2" if len(found.plans) > 1 else "why not zero=3"
+        print(f'wrote {out}     next: meshwright explain "{question}"{beside}')
     for warning in found.warnings:
         print(warning, file=sys.stderr)
 
@@ -77,11 +82,16 @@ def _print_scaling(
     print(f"{'devices':>8s} {'step':>10s} {'speedup':>8s} {'efficiency':>10s}  plan")
     for point in points:
         print(_scaling_row(point, points, tokens, price))
-    print(
-        f"adding devices pays up to {pays}: beyond, each doubling gives less than half of what it costs"
-        if pays
-        else "nothing fits"
-    )
+    print(pays_text(points, pays))
+
+
+def pays_text(points: tuple[ScalingPoint, ...], pays: int | None) -> str:
+    """Where adding devices stops to pay, if it does."""
+    if pays is None:
+        return "nothing fits"
+    if pays == max(point.num_devices for point in points if point.plan is not None):
+        return f"adding devices pays up to {pays:,}, the end of this row"
+    return f"adding devices pays up to {pays:,}: beyond, each doubling gives less than half of what it costs"
 
 
 def _scaling_row(
@@ -91,8 +101,9 @@ def _scaling_row(
         return f"{point.num_devices:8,d} {'':>10s} {'':>8s} {'':>10s}  {point.obstacle}"
     base = next(item for item in points if item.plan is not None)
     cost = cost_of(point.plan, point.request, tokens, price) if tokens else None
-    days = f"  {cost.days:.1f} days" if cost else ""
+    days = f"  {cost.days:.1f} days {dollars_text(cost)}".rstrip() if cost else ""
+    star = "*" if point.obstacle else ""
     return (
         f"{point.num_devices:8,d} {point.seconds:8.3g} s {base.seconds / point.seconds:7.2f}x "
-        f"{100 * point.efficiency(base):9.0f}%  {describe(point.plan.layout)}{days}"
+        f"{100 * point.efficiency(base):9.0f}%  {star}{describe(point.plan.layout)}{days}"
     )

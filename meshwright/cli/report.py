@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.output import print_json
-from meshwright.errors import ConfigError
+from meshwright.errors import writing
 from meshwright.reporting.figure import Figure
 from meshwright.reporting.figures import figures_of
 from meshwright.reporting.live import LiveReport
@@ -62,12 +62,9 @@ def write_report(runs: list[RunData], out: Path | None = None) -> Path:
         ConfigError: E297 where it cannot be written.
     """
     path = out if out is not None else runs[0].path / REPORT
-    try:
-        path.write_text(as_page(runs), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            "E297", f"cannot write the report: {error}. Name another file, e.g. --out /tmp/{REPORT}."
-        ) from error
+    page = as_page(runs)
+    with writing(path):
+        path.write_text(page, encoding="utf-8")
     return path
 
 

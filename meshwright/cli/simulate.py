@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.output import print_json
-from meshwright.errors import EXIT_DOES_NOT_FIT, ConfigError
+from meshwright.errors import EXIT_DOES_NOT_FIT, ConfigError, writing
 from meshwright.presets import find_model
 from meshwright.schedule.draw import as_svg
 from meshwright.simulation.job import Cluster, Layout, Workload, check_job, num_microbatches
@@ -80,10 +80,12 @@ def _draw(
         raise ConfigError("E283", "plan.pp=1 has no pipeline to draw; take pp=2 or more, or leave --svg out")
     made = planned_pipeline(work, layout, where)
     if svg is not None:
-        svg.write_text(as_svg(made.schedule, made.machinery.durations), encoding="utf-8")
+        with writing(svg):
+            svg.write_text(as_svg(made.schedule, made.machinery.durations), encoding="utf-8")
     if trace is not None:
         written = as_trace(made.lowered, made.timeline, made.machinery).encode()
-        trace.write_bytes(gzip.compress(written, mtime=0) if trace.suffix == ".gz" else written)
+        with writing(trace):
+            trace.write_bytes(gzip.compress(written, mtime=0) if trace.suffix == ".gz" else written)
     return {"pipeline_seconds": made.timeline.seconds, "pipeline_bubble": made.timeline.bubble}
 
 
@@ -163,7 +165,7 @@ def _price_table(name: str, out: Path | None, *, json_output: bool) -> None:
     rows = _rows(name)
     scored = score_rows(rows)
     if out is not None:
-        with out.open("w", newline="", encoding="utf-8") as file:
+        with writing(out), out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fieldnames=list(scored[0].row))
             writer.writeheader()
             writer.writerows(item.row for item in scored)

@@ -32,6 +32,7 @@ _NOT_FIXED = (
 # Those that decide how a run is carried out in ways that are not priced: a plan with them is the user's.
 _NOT_PRICED = ("ownership", "offload", "servers", "staleness", "stages", "sync")
 _DEFAULT = "default"
+_UNITS = {"--batch": ("", "sequences", "sequence", "samples", "sample"), "--seq": ("", "tokens")}
 Sections = Mapping[str, Mapping[str, object]]
 
 
@@ -86,7 +87,9 @@ def ask(
     if not model.num_heads or model.num_experts:
         what = f"a {model.family}" if not model.num_heads else "a model with experts"
         raise ConfigError(
-            "E283", f"{model.name} is {what}: only dense transformers are planned; take gpt-nano"
+            "E283",
+            f"{model.name} is {what}: only dense transformers are priced and planned; take one of their presets, e.g. "
+            "llama-3.1-8b, or the config.json of one",
         )
     length = seq or sections.get("data", {}).get("seq_len") or model.max_seq_len
     size = batch or sections.get("train", {}).get("global_batch") or where.num_devices
@@ -135,10 +138,11 @@ def model_of(section: Mapping[str, object]) -> ModelPreset:
 
 
 def _number(value: object, option: str) -> int:
-    text = str(value).split()[0] if str(value).split() else ""
-    if not text.isdigit() or int(text) == 0:
-        raise ConfigError("E283", f'{option}={value!r}: write a whole number, e.g. 512 or "512 sequences"')
-    return int(text)
+    number, _, unit = str(value).strip().partition(" ")
+    if not number.isdigit() or int(number) == 0 or unit.strip() not in _UNITS[option]:
+        example = '512 or "512 sequences"' if option == "--batch" else "8192"
+        raise ConfigError("E283", f"{option}={value!r}: write a whole number, e.g. {example}")
+    return int(number)
 
 
 def part_of(value: object) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.planner.fitting import reasons_of
 from meshwright.planner.lock import cluster_of, work_of
 from meshwright.planner.plans import describe, difference
 from meshwright.planner.request import Request, make_request
@@ -142,11 +143,8 @@ def _why_not(text: str, request: Request, first: Prediction) -> Answer:
         return Answer(text, (f"{asked} is not possible: {error.message}",))
     found = search(other, BEST_ONLY)
     if found.best is None:
-        reasons = sorted(found.rejected.items(), key=lambda pair: -pair[1])
-        text_lines = [
-            f"no layout with {asked} is left:",
-            *(f"  {reason} ({count})" for reason, count in reasons),
-        ]
+        reasons = reasons_of(other, found.rejected)
+        text_lines = [f"no layout with {asked} is left:", *(f"  {reason}" for reason in reasons)]
         if found.smallest is not None:
             need, usable = found.smallest.bytes / _GIB, request.usable_bytes / _GIB
             text_lines.append(f"  the smallest needs {need:.1f} of {usable:.1f} GiB usable")

@@ -1,65 +1,107 @@
-"""What would fit where nothing does: fewer things fixed, more devices, or devices with more memory."""
+"""What would do where no layout does: fewer things fixed, other numbers of devices, devices with more memory.
+
+Owns the two answers to a search that found nothing: no layout is legal (E286), or none fits (E301).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+from meshwright.errors import DoesNotFitError, MeshwrightError, PlanError
 from meshwright.planner.request import Request
-from meshwright.planner.search import DOES_NOT_FIT, Wanted, search
-from meshwright.planner.standing import Priced
+from meshwright.planner.rules import refuse_mesh
+from meshwright.planner.runnable import plan_keys
+from meshwright.planner.search import BEST_ONLY, DOES_NOT_FIT, Found, Wanted, search
+from meshwright.planner.space import meshes
 from meshwright.presets.machines import MACHINES
 
 _MOST_DOUBLINGS = 12
+_MOST_FEWER = 16
 _GIB = 2**30
 
 
-def what_would_fit(request: Request, smallest: Priced | None, rejected: Mapping[str, int]) -> str:
-    """The text of E301: what is needed, and the changes that fit.
+def nothing_found(request: Request, found: Found) -> MeshwrightError:
+    """What a search that found nothing says: why, and the changes that give an answer.
 
-    Args:
-        request: the question without an answer.
-        smallest: the layout with the least memory; None where none was legal.
-        rejected: reasons of refusals.
+    Returns:
+        PlanError E286 where no layout is legal, DoesNotFitError E301 where none fits.
     """
-    usable = request.usable_bytes / _GIB
-    if smallest is None or not rejected.get(DOES_NOT_FIT):
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in sorted(rejected.items()))
-        text = f"no layout is legal on {request.cluster.num_devices} devices: {reasons}"
-    else:
-        text = (
-            f"does not fit: the smallest layout needs {smallest.bytes / _GIB:.1f} of {usable:.1f} GiB usable "
-            f"({request.cluster.machine.name} less {100 * request.headroom:.0f} %)"
+    smallest = found.smallest
+    if smallest is None or not found.rejected.get(DOES_NOT_FIT):
+        reasons = "; ".join(reasons_of(request, found.rejected))
+        changes = _unfixed(request) or [*_fewer(request), *_other_batch(request)]
+        fix = (
+            f"Legal: {' · '.join(changes)}" if changes else "Take another number of devices or another batch"
         )
-    changes = [change for change in (_unfixed(request), _more(request), _larger(request)) if change]
-    return f"{text}. Changes that fit: {' · '.join(changes) or 'none was found; take a smaller model'}"
+        return PlanError(
+            "E286", f"no layout on {request.cluster.num_devices} devices is legal: {reasons}. {fix}"
+        )
+    changes = [*_unfixed(request), *_more(request), *_larger(request)]
+    return DoesNotFitError(
+        "E301",
+        f"does not fit: the smallest layout needs {smallest.bytes / _GIB:.1f} of {request.usable_bytes / _GIB:.1f} GiB "
+        f"usable ({request.cluster.machine.name} less {100 * request.headroom:.0f} %). Changes that fit: "
+        f"{' · '.join(changes) or 'none was found; take a smaller model'}",
+    )
 
 
-def _unfixed(request: Request) -> str:
-    """Each fixed key that alone stands in the way."""
+def reasons_of(request: Request, rejected: Mapping[str, int]) -> list[str]:
+    """Why layouts were refused, most frequent first; of degrees with the numbers of the first that was refused."""
+    details: dict[str, str] = {}
+    for mesh in meshes(request):
+        refused = refuse_mesh(request, mesh)
+        if refused is not None:
+            details.setdefault(refused.reason, refused.detail)
+    ordered = sorted(rejected, key=lambda reason: (-rejected[reason], reason))
+    return [details.get(reason, f"{reason} ({rejected[reason]})") for reason in ordered]
+
+
+def _unfixed(request: Request) -> list[str]:
+    """Each fixed key that alone stands in the way, with the value that is best without it."""
     found = []
     for key in request.fixed:
         rest = {name: value for name, value in request.fixed.items() if name != key}
-        if _fits(replace(request, fixed=rest)):
-            found.append(f"without plan.{key}={request.fixed[key]}")
+        best = search(replace(request, fixed=rest), BEST_ONLY).best
+        if best is not None:
+            keys = plan_keys(best.layout)
+            fastest = f" (the fastest has {keys[key]})" if key in keys else ""
+            found.append(f"without plan.{key}={request.fixed[key]}{fastest}")
     if not found and len(request.fixed) > 1 and _fits(replace(request, fixed={})):
         found.append("with nothing fixed")
-    return " · ".join(found)
+    return found
 
 
-def _more(request: Request) -> str:
+def _fewer(request: Request) -> list[str]:
+    """The most devices below the cluster's on which a layout fits."""
+    total = request.cluster.num_devices
+    for count in range(total - 1, max(0, total - 1 - _MOST_FEWER), -1):
+        if _fits(replace(request, cluster=replace(request.cluster, num_devices=count))):
+            return [f"{count} devices"]
+    return []
+
+
+def _other_batch(request: Request) -> list[str]:
+    """The batch nearest to the wanted one that all devices share."""
+    total, work = request.cluster.num_devices, request.work
+    batch = total * max(1, round(work.global_batch / total))
+    fits = _fits(replace(request, work=replace(work, global_batch=batch)))
+    return [f"a batch of {batch}"] if fits else []
+
+
+def _more(request: Request) -> list[str]:
     """The least power of two times the devices that fits; the batch grows where it must."""
     if "dp" in request.fixed and len({"tp", "pp", "cp"} & set(request.fixed)) == 3:
-        return ""
+        return []
     total = request.cluster.num_devices
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         count = total * 2**doublings
         if _fits(replace(request, cluster=replace(request.cluster, num_devices=count))):
-            return f"{count} devices"
-    return ""
+            return [f"{count} devices"]
+    return []
 
 
-def _larger(request: Request) -> str:
+def _larger(request: Request) -> list[str]:
     """The machine with the least memory that fits."""
     has = request.cluster.machine.memory_bytes
     more = sorted(
@@ -69,8 +111,8 @@ def _larger(request: Request) -> str:
         if machine.name != "cpu" and _fits(
             replace(request, cluster=replace(request.cluster, machine=machine))
         ):
-            return f"{request.cluster.num_devices} x {machine.name} ({machine.memory_bytes / _GIB:.0f} GiB)"
-    return ""
+            return [f"{request.cluster.num_devices} x {machine.name} ({machine.memory_bytes / _GIB:.0f} GiB)"]
+    return []
 
 
 def _fits(request: Request) -> bool:

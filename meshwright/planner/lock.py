@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, writing
 from meshwright.planner.plans import Plans
 from meshwright.planner.request import Request
 from meshwright.planner.stages import stage_cuts
@@ -54,8 +54,14 @@ def _digest(value: object) -> str:
 
 
 def save_lock(path: Path, found: Plans, *, source: str) -> None:
-    """Write the plans, best first."""
-    path.write_text(json.dumps(lock_value(found, source=source), indent=1) + "\n", encoding="utf-8")
+    """Write the plans, best first.
+
+    Raises:
+        ConfigError: E297 where it cannot be written.
+    """
+    text = json.dumps(lock_value(found, source=source), indent=1) + "\n"
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
 
 
 def lock_value(found: Plans, *, source: str) -> dict[str, object]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.errors import DoesNotFitError
-from meshwright.planner.fitting import what_would_fit
+from meshwright.planner.fitting import nothing_found
 from meshwright.planner.request import Request
 from meshwright.planner.runnable import plan_keys, why_not_trainable
 from meshwright.planner.search import Wanted, search
@@ -113,10 +112,11 @@ def make_plans(request: Request, *, count: int = DEFAULT_COUNT) -> Plans:
 
     Raises:
         DoesNotFitError: E301 where no layout fits; it says what would.
+        PlanError: E286 where none is legal.
     """
     found = search(request, Wanted(num_meshes=count, ready=True))
     if found.best is None:
-        raise DoesNotFitError("E301", what_would_fit(request, found.smallest, found.rejected))
+        raise nothing_found(request, found)
     ordered = list(found.by_mesh)
     ready = found.ready
     if ready is not None and ready != ordered[0]:

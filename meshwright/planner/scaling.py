@@ -7,17 +7,25 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import ConfigError
 from meshwright.planner.request import Request
-from meshwright.planner.runnable import plan_keys
-from meshwright.planner.search import BEST_ONLY, search
+from meshwright.planner.runnable import plan_keys, why_not_trainable
+from meshwright.planner.search import Wanted, search
 from meshwright.simulation.prediction import Prediction, predict
 
 # Adding devices pays while a doubling makes the step at least this much faster: half of what is added is used.
 _LEAST_GAIN = 1.5
+_READY = Wanted(slack=1.0, num_meshes=1, ready=True)
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """Attributes: devices; the question on them; the fastest plan, None where none fits and then why."""
+    """One number of devices.
+
+    Attributes:
+        num_devices: of the cluster.
+        request: the question on them.
+        plan: the fastest that training runs, else the fastest; None where none fits.
+        obstacle: why there is none, or why training does not run it.
+    """
 
     num_devices: int
     request: Request
@@ -43,6 +51,8 @@ class ScalingPoint:
             "step_seconds": self.seconds,
             "mfu": self.plan.mfu,
             "keys": plan_keys(self.plan.layout),
+            "trainable": not self.obstacle,
+            "obstacle": self.obstacle,
         }
 
 
@@ -71,12 +81,14 @@ def scale(request: Request, counts: tuple[int, ...]) -> tuple[ScalingPoint, ...]
     for count in counts:
         fixed = {key: value for key, value in request.fixed.items() if key != "dp"}
         own = replace(request, cluster=replace(request.cluster, num_devices=count), fixed=fixed)
-        found = search(own, BEST_ONLY)
-        if found.best is None:
+        found = search(own, _READY)
+        best = found.ready or found.best
+        if best is None:
             worst = max(found.rejected.items(), key=lambda pair: pair[1], default=("nothing is legal", 0))
             points.append(ScalingPoint(count, own, None, worst[0]))
         else:
-            points.append(ScalingPoint(count, own, predict(own.work, found.best.layout, own.cluster)))
+            priced = predict(own.work, best.layout, own.cluster)
+            points.append(ScalingPoint(count, own, priced, why_not_trainable(own.work, best.layout)))
     return tuple(points)
 
 

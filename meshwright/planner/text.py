@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from meshwright.planner.cost import Cost, cost_of
 from meshwright.planner.plans import Plan, Plans, describe, rank_order
-from meshwright.presets.counts import num_parameters
+from meshwright.presets.counts import num_parameters, short_count
 from meshwright.simulation.job import Cluster, num_microbatches
 
 _BAR = 9
@@ -53,10 +53,10 @@ def warnings_of(found: Plans) -> list[str]:
 
 # How far predicted step times were off: docs/simulation.md, benchmarks/RESULTS.md.
 _PUBLISHED = (
-    "Of published runs on A100 and H100 half are within 7 % of the predicted time, 9 of 10 within 18 %."
+    "of published runs on A100 and H100 half are within 7 % of the predicted time, 9 of 10 within 18 %"
 )
 _MEASURED_HERE = (
-    "Of 25 plans measured on 2 cores half are within 7 % of the measured time, the worst 27 % below it."
+    "of 25 plans measured on 2 cores half are within 7 % of the measured time, the worst 27 % below it"
 )
 
 
@@ -71,24 +71,22 @@ def table_lines(found: Plans, seconds: float, spending: Spending = NO_SPENDING) 
     request, tokens, price = found.request, spending.tokens, spending.price
     work, where = request.work, request.cluster
     usable = request.usable_bytes / _GIB
-    refused = " · ".join(
-        f"{count:,} {reason}"
-        for reason, count in sorted(found.rejected.items(), key=lambda pair: -pair[1])[:3]
-    )
+    wide = max(len(describe(item.layout)) for item in found.plans)
     lines = [
-        f"model    {work.model.name}    {num_parameters(work.model) / 1e9:.3g} B params · {work.model.num_layers} "
+        f"model    {work.model.name}    {short_count(num_parameters(work.model))} params · {work.model.num_layers} "
         f"layers · {work.model.num_heads} heads ({work.model.num_kv_heads} kv) · vocab {work.model.vocab_size:,}",
         f"cluster  {where.num_devices:,} x {where.machine.name}    {_cluster_text(where)}",
-        f"batch    {work.global_batch:,} x {work.seq_len:,} = {work.global_batch * work.seq_len / 1e6:.3g} M tokens "
+        f"batch    {work.global_batch:,} x {work.seq_len:,} = {short_count(work.global_batch * work.seq_len)} tokens "
         f"a step · {found.best.layout.precision} compute, fp32 state",
         *_host_lines(where),
-        f"searched {found.searched:,} in {seconds:.1f} s: {found.priced:,} priced · {refused}",
-        f"    {'plan':52s} {'step':>9s} {'tok/s/GPU':>9s} {'MFU':>6s}  peak of {usable:.1f} GiB"
-        + (f"  {'days':>6s} {'cost':>9s}" if tokens else ""),
+        _searched_text(found, seconds),
+        f"    {'plan':{wide}s} {'step':>10s} {'tok/s/dev':>9s} {'MFU':>6s}  peak of {usable:.1f} GiB"
+        + (f"  {'days':>7s}" if tokens else "")
+        + (f" {'cost':>9s}" if price is not None else ""),
     ]
     for at, item in enumerate(found.plans):
         cost = cost_of(item.predicted, request, tokens, price) if tokens else None
-        lines.append(_row(at, item, usable, cost))
+        lines.append(_row(at, item, usable, cost, wide))
     lines += [f"  {at + 1}   {item.why}" for at, item in enumerate(found.plans)]
     best = found.best
     memory = {key: value / _GIB for key, value in asdict(best.predicted.memory).items() if value}
@@ -98,9 +96,25 @@ def table_lines(found: Plans, seconds: float, spending: Spending = NO_SPENDING) 
         f"{best.layout.micro_batch} x {num_microbatches(work, best.layout)}",
         "front    "
         + " · ".join(f"{item.seconds:.3g} s {item.bytes / _GIB:.0f} GiB" for item in found.front[:6]),
-        f"* train does not run it today (--json: obstacle). {_PUBLISHED if where.host is None else _MEASURED_HERE}",
+        f"error    {_PUBLISHED if where.host is None else _MEASURED_HERE}",
     ]
+    if any(item.obstacle for item in found.plans):
+        lines.append("*        train does not run it today (--json: obstacle)")
     return lines
+
+
+def _searched_text(found: Plans, seconds: float) -> str:
+    """What became of all layouts: the counts add up."""
+    refused = sum(found.rejected.values())
+    reasons = sorted(found.rejected.items(), key=lambda pair: -pair[1])
+    shown = ", ".join(f"{count:,} {reason}" for reason, count in reasons[:3])
+    rest = ", ..." if len(reasons) > 3 else ""
+    parts = [
+        f"{found.priced:,} priced",
+        f"{refused:,} refused ({shown}{rest})" if refused else "",
+        f"{count:,} left out by bounds" if (count := found.searched - found.priced - refused) else "",
+    ]
+    return f"searched {found.searched:,} in {seconds:.1f} s: {' · '.join(filter(None, parts))}"
 
 
 def _host_lines(where: Cluster) -> list[str]:
@@ -124,14 +138,18 @@ def _cluster_text(where: Cluster) -> str:
     link = where.machine.links.get("node")
     inside = (
         f"{link.bandwidth_bytes_per_second / 1e9:.0f} GB/s inside · "
-        if link and where.devices_per_node > 1
+        if link and min(where.num_devices, where.devices_per_node) > 1
         else ""
     )
     each = where.nic_bytes_per_second / where.devices_per_node / 1e9
-    return f"{nodes:,} nodes x {where.devices_per_node} · {inside}network {each:.3g} GB/s a device"
+    if nodes == 1:
+        return inside.removesuffix(" · ") or "one device"
+    last = where.num_devices % where.devices_per_node
+    rest = f", the last with {last}" if last else ""
+    return f"{nodes:,} nodes x {where.devices_per_node}{rest} · {inside}network {each:.3g} GB/s a device"
 
 
-def _row(at: int, item: Plan, usable: float, cost: Cost | None) -> str:
+def _row(at: int, item: Plan, usable: float, cost: Cost | None, wide: int) -> str:
     own = item.predicted
     peak = own.memory.peak / _GIB
     filled = min(_BAR, round(_BAR * peak / usable))
@@ -139,11 +157,14 @@ def _row(at: int, item: Plan, usable: float, cost: Cost | None) -> str:
     star = "*" if item.obstacle else " "
     money = ""
     if cost is not None:
-        money = f"  {cost.days:6.1f} " + (
-            f"{'$' + format(cost.dollars / 1e3, ',.1f') + 'k':>9s}" if cost.dollars else ""
-        )
+        money = f"  {cost.days:7.1f}" + (f" {dollars_text(cost):>9s}" if cost.dollars is not None else "")
     bar = "█" * filled + "░" * (_BAR - filled)
     return (
-        f" {mark}{at + 1}{star}{describe(own.layout):52s} {own.step.total:7.3g} s "
+        f" {mark}{at + 1}{star}{describe(own.layout):{wide}s} {own.step.total:8.3g} s "
         f"{own.tokens_per_second_per_device:9,.0f} {100 * own.mfu:5.1f}%  {bar} {peak:5.1f}{money}"
     )
+
+
+def dollars_text(cost: Cost) -> str:
+    """For people; empty where no price is known."""
+    return "" if cost.dollars is None else f"${cost.dollars / 1e3:,.1f}k"

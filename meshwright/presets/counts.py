@@ -6,6 +6,8 @@ Owns the arithmetic; knows no torch. Simplifications: only matrix products and a
 
 from __future__ import annotations
 
+import math
+
 from meshwright.presets.models import ModelPreset
 
 # Segment embeddings of a BERT: first and second sentence.
@@ -93,3 +95,13 @@ def matmul_flops_per_token(preset: ModelPreset, seq_len: int, *, causal: bool) -
     assert preset.causal or not causal, f"{preset.name} attends in both directions: causal=False"
     square = 12 * preset.num_layers * preset.num_heads * preset.head_dim * seq_len
     return float(_FLOPS_PER_PARAMETER * matmul_parameters(preset) + (square / 2 if causal else square))
+
+
+def short_count(number: float) -> str:
+    """Three digits for people: 842 K, 8.03 B, 1.01 T; below a thousand the number itself."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            # Rounding to three digits must not print 1e+03.
+            digits = max(0, 2 - int(math.log10(number / size)))
+            return f"{number / size:.{digits}f} {letter}"
+    return f"{number:g}"

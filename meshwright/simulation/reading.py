@@ -133,9 +133,19 @@ def parse_layout(text: str, *, start: Layout = _ONE_DEVICE, num_devices: int = 0
 
 
 def plan_values(text: str) -> dict[str, object]:
-    """ "tp=8,pp=4" as a table of keys, unchecked."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    return {key.strip(): _value(value.strip()) for key, _, value in pairs}
+    """ "tp=8,pp=4" as a table of keys, values unchecked.
+
+    Raises:
+        ConfigError: E283 for a key that is written twice, or keys that no comma separates.
+    """
+    found: dict[str, object] = {}
+    for part in filter(str.strip, text.split(",")):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key in found or "=" in value:
+            what = f"has {key!r} twice" if key in found else f"has no comma within {part.strip()!r}"
+            raise ConfigError("E283", f"plan {text!r} {what}; write each key once, e.g. tp=8,pp=4")
+        found[key] = _value(value)
+    return found
 
 
 def _value(text: str) -> object:
@@ -156,6 +166,8 @@ def layout_of(values: Mapping[str, object], *, start: Layout = _ONE_DEVICE, num_
         layout = replace(layout, schedule="1f1b")
     if layout.schedule == "interleaved" and layout.chunks == 1:
         layout = replace(layout, chunks=2)
+    # hsdp counts along dp; cp ranks share as well.
+    layout = replace(layout, shard=layout.shard * layout.cp)
     rest = layout.tp * layout.pp * layout.cp
     if "dp" in changes or not num_devices:
         return layout

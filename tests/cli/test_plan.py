@@ -1,12 +1,16 @@
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from meshwright.cli.plan import pays_text, plan
+from meshwright.cli.simulate import simulate
 from meshwright.errors import ConfigError
 from meshwright.planner.asking import ask
 from meshwright.planner.plans import make_plans
+from meshwright.planner.scaling import scale
 from meshwright.planner.text import warnings_of
 from meshwright.presets.hf_config import read_hf_config
 
@@ -49,6 +53,60 @@ def test_bad_input_has_its_exit_code(tmp_path):
         done = run(*arguments, cwd=tmp_path)
         assert done.returncode == code, done.stderr
         assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("512 tokens", "--batch='512 tokens'"),
+        ("0", "--batch='0'"),
+        ("1M sequences", "--batch='1M sequences'"),
+    ],
+)
+def test_a_batch_is_a_number_of_sequences(value, text):
+    model = {"model": {"source": "preset:gpt2-xl"}}
+    with pytest.raises(ConfigError, match="E283") as caught:
+        ask(model, {"cluster": "8xh100"}, batch=value)
+    assert text in caught.value.message
+    assert ask(model, {"cluster": "8xh100"}, batch="512 sequences").work.global_batch == 512
+
+
+def test_what_is_printed_adds_up_and_says_what_it_is(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    plan("gpt-nano", "12xh100", batch="24", tokens="1B", price=2.0, out=out)
+    text = capsys.readouterr().out
+    (searched,) = (line for line in text.splitlines() if line.startswith("searched"))
+    numbers = [
+        int(part.replace(",", "")) for part in re.findall(r"([\d,]+) (?:priced|refused|left out)", searched)
+    ]
+    assert int(searched.split()[1].replace(",", "")) == sum(numbers)
+    assert "842 K params" in text
+    assert "2 nodes x 8, the last with 4" in text
+    assert "* " not in text or "train does not run it today" in text
+    found = json.loads(out.read_text())
+    assert found["source"] == "gpt-nano"
+
+
+def test_a_price_needs_the_length_of_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"E285 --price=2 needs .* --tokens"):
+        plan("gpt-nano", "8xh100", price=2.0, out=tmp_path / "plan.json")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    for verb, option in (
+        (plan, {"out": tmp_path}),
+        (simulate, {"plan": "pp=2", "svg": tmp_path / "no" / "x.svg"}),
+    ):
+        with pytest.raises(ConfigError, match=r"E297 cannot write '.*Name a place that can be written"):
+            verb("gpt-nano", "8xh100", batch="16", **option)
+
+
+@pytest.mark.parametrize(
+    ("pays", "text"), [(None, "nothing fits"), (2, "up to 2: beyond"), (4, "up to 4, the end of this row")]
+)
+def test_scaling_ends_with_what_it_found(pays, text):
+    request = ask({"model": {"source": "preset:gpt-nano"}}, {"cluster": "4xh100"}, batch="64")
+    assert text in pays_text(scale(request, (1, 2, 4)), pays)
 
 
 def test_the_command_imports_no_torch():

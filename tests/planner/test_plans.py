@@ -52,6 +52,33 @@ def test_what_does_not_fit_says_what_would():
         make_plans(ask("16xa100-40", {"zero": 0, "pp": 1, "tp": 1}))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "batch", "fixed", "texts"),
+    [
+        (
+            "64xa100",
+            64,
+            {"tp": 64},
+            ("tp=64 does not divide 32 heads", "without plan.tp=64 (the fastest has"),
+        ),
+        (
+            "8xa100",
+            64,
+            {"micro_batch": 3},
+            ("micro_batch=3 does not divide a batch of 64", "(the fastest has"),
+        ),
+        ("101xa100", 100, {}, ("dp=101 does not divide a batch of 100", "100 devices · a batch of 101")),
+    ],
+)
+def test_where_nothing_is_legal_the_rules_and_what_is_legal_are_said(cluster, batch, fixed, texts):
+    request = ask(cluster, fixed, Workload(WORK.model, 1024, batch))
+    with pytest.raises(PlanError, match="E286") as caught:
+        make_plans(request)
+    assert caught.value.exit_code == 2
+    for text in texts:
+        assert text in caught.value.message
+
+
 def test_degrees_that_cannot_be_are_refused_with_the_nearest():
     with pytest.raises(
         PlanError, match=r"plan tp=6 = 6 does not divide the cluster's 16 devices.*4, 8"
@@ -87,6 +114,17 @@ def test_scaling_says_where_devices_stop_to_pay():
     assert parse_range("3..N", 8) == (3, 6, 8)
     with pytest.raises(ConfigError, match="E285"):
         parse_range("64..8", 64)
+
+
+def test_a_row_of_scaling_is_a_plan_that_train_runs():
+    # The fastest of all needs a rank order that train does not have.
+    work = Workload(find_model("gpt3-175b"), 2048, 512)
+    request = ask("96xh100", {"pp": 32}, work)
+    (point,) = scale(request, (96,))
+    assert point.obstacle == ""
+    assert point.seconds == make_plans(request).best.predicted.step.total
+    (other,) = scale(ask("64xh100", {"precision": "fp8"}, work), (64,))
+    assert other.obstacle == other.to_json()["obstacle"] == "precision fp8 is not built in train"
 
 
 def test_stages_are_cut_so_that_the_head_counts():

@@ -55,6 +55,22 @@ def test_what_is_not_given_is_derived():
     assert (layout.dp, layout.schedule, layout.chunks) == (8, "1f1b", 1)
     assert parse_layout("pp=4,schedule=interleaved", num_devices=4).chunks == 2
     assert layout_of({"hsdp": 8, "zero": 3, "transport": "nccl"}, num_devices=64).num_shards == 8
+    # hsdp counts data-parallel ranks; each of them is cp ranks that share as well.
+    assert layout_of({"hsdp": 8, "zero": 3, "cp": 2}, num_devices=64).num_shards == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp=4,tp=8", "has 'tp' twice"),
+        ("tp=4 pp=2", "no comma within 'tp=4 pp=2'"),
+        ("tp=4;pp=2", "no comma"),
+    ],
+)
+def test_keys_are_written_once_and_with_commas(text, message):
+    with pytest.raises(ConfigError, match=message) as found:
+        parse_layout(text)
+    assert found.value.code == "E283"
 
 
 @pytest.mark.parametrize(
