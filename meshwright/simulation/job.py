@@ -96,6 +96,12 @@ class Layout:
         joined_steps: whether a rank of the pipeline begins the next step while others end this one, its update being
             validated afterwards; else all wait for the norm of all gradients.
         half_layers: whether a stage may begin between attention and the feed-forward part.
+        keeps: micro-batches that each stage of a searched schedule may hold, and holds; 0: what its schedule needs.
+        keeps_gathered: whether products keep the whole inputs that sequence parallelism gathered for them, and not
+            this rank's part, which would be gathered again.
+        counts_head: whether stages are cut by cost, the head counted: each takes layers until it has its share.
+        holds_stage: whether stages of a pipeline hold what zero3 gathers, and whole sums of gradients in float32, from
+            the first micro-batch to the last.
     """
 
     dp: int = 1
@@ -125,6 +131,10 @@ class Layout:
     pipeline_inside: bool = False
     half_layers: bool = False
     joined_steps: bool = False
+    keeps: int = 0
+    keeps_gathered: bool = False
+    counts_head: bool = False
+    holds_stage: bool = False
 
     @property
     def num_devices(self) -> int:

@@ -30,6 +30,7 @@ _HARDWARE = (
     (r"^B200", "b200"),
     (r"MI300X", "mi300x"),
     (r"V100.*32", "v100"),
+    (r"V100.*16", "v100-16"),
 )
 _GIGABIT = 1e9 / 8
 # Its cards are driven by the host's cores: all-reduces over 4 nodes with four cards of 100 Gb/s each were measured at
@@ -119,7 +120,7 @@ def _model(row: Row) -> ModelPreset:
             ffn_dim=int(ffn.group()) if ffn else 4 * dim,
             vocab_size=size,
             max_seq_len=_whole(row, "seq_len"),
-            tied_embedding=not gated,
+            tied_embedding=not gated or "tied embeddings" in row.get("compile_fused_notes", ""),
             rope_theta=1e4 if gated else 0.0,
         )
     except ConfigError as error:
@@ -145,6 +146,7 @@ def _layout(row: Row, world: int) -> Layout:
     deepspeed = "deepspeed" in f"{lower} {row.get('schedule', '').lower()}"
     in_16_bits = "pure" in lower or (deepspeed and "fp16" in lower)
     engine = "transformerengine" in lower or lower.startswith("te,")
+    compiled = "torch.compile" in lower.replace("no torch.compile", "")
     flash = is_fsdp or engine or ("flash" in lower and "no flash" not in lower) or "torch.compile" in lower
     return Layout(
         dp=world // (tp * pp * cp),
@@ -156,23 +158,44 @@ def _layout(row: Row, world: int) -> Layout:
         schedule=_schedule(row),
         chunks=_chunks(row, pp),
         recompute=_recompute(row),
-        micro_batch=1 if split else micro,
+        # Where nothing is said, as many micro-batches as stages.
+        micro_batch=max(1, micro // pp) if split else micro,
         precision=_precision(row.get("dtype", "").lower()),
         attention="engine" if engine else ("flash" if flash else "unfused"),
-        fused=engine or "torch.compile" in lower.replace("no torch.compile", "") or not is_fsdp,
+        fused=engine or compiled or not (is_fsdp or "eager" in lower),
         gradient_bytes=2 if in_16_bits or engine else 4,
         # Its defaults: 5e8 elements in 16 bits for each of two buffers; updates copy gradients.
         optimizer_bytes=16 if deepspeed else 12,
         bucket_bytes=2 * 10**9 if deepspeed else 0,
         keeps_outputs=deepspeed,
-        logit_bytes=14 if "fsdp2" in lower else 6,
+        logit_bytes=_logit_bytes(lower, deepspeed=deepspeed, is_cut=tp > 1, is_fused=engine or compiled),
         accumulator_bytes=2 if "fp32 grad accumulation" in lower else 0,
         overlap_gradients=is_fsdp or engine or "ddp=torch" in lower or "overlap" in lower,
         # Implementations of these schedules validate updates afterwards (Qi et al. 2024, section 4).
         joined_steps=_schedule(row).startswith("zb"),
         reduces_whole=deepspeed,
+        # Distributed tensors are gathered as they are used.
+        keeps_gathered="fsdp2" in lower or "gathered inputs kept" in lower,
+        # Searched with room for as many micro-batches as there are stages, or twice that.
+        keeps={"zb-h1": pp, "zb-h2": 2 * pp}.get(_schedule(row), 0),
+        counts_head="stages cut by cost" in lower,
+        holds_stage=is_fsdp,
         overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
     )
+
+
+def _logit_bytes(notes: str, *, deepspeed: bool, is_cut: bool, is_fused: bool) -> int:
+    """Of one logit at the peak of its loss, by what its code holds at once: 16 bits, float32, and copies of these.
+
+    torch's own loss: results and gradients of two steps in float32; of distributed tensors that are cut along the
+    vocabulary also the shifted logits or their exponentials. A fused loss that reads 16 bits (llm-foundry's) has nothing
+    else. Megatron-LM's works in place; DeepSpeed's fork clones.
+    """
+    if "fsdp2" in notes:
+        return 18 if is_cut else 14
+    if "fsdp" in notes:
+        return 4
+    return 6 if is_fused else (10 if deepspeed else 8)
 
 
 def _zero_stage(notes: str, *, is_fsdp: bool) -> int:

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from meshwright.simulation.peak import PeakBytes
+from meshwright.simulation.peak import PeakBytes, peak_bytes
 from meshwright.simulation.prediction import Prediction, predict
 from meshwright.simulation.published import Job, Row, Unpriced, read_job
 
 # Of what is held, at the peak: 0.06 to 0.15 in BigScience's runs, whose allocator did not yet grow its blocks.
-_KEPT_BY_ALLOCATOR = 0.1
+_KEPT_BY_ALLOCATOR = 0.11
 ADDED = (
     "predicted_iteration_time_s",
     "predicted_peak_mem_gib",
@@ -81,7 +81,7 @@ def _score(row: Row) -> Scored:
     except Unpriced as reason:
         return Scored({**row, **dict.fromkeys(ADDED, ""), "skipped_reason": str(reason)}, "", None, None)
     found = predict(job.work, job.layout, job.cluster)
-    gib = _seen(found.memory, job, from_outside="nvidia-smi" in " ".join(row.values())) / 2**30
+    gib = _seen(found.memory, job, row) / 2**30
     fits = "yes" if found.fits else "no"
     texts = (f"{found.step.total:.6g}", f"{gib:.4g}", f"{found.mfu:.4g}", fits, "")
     filled = {**row, **dict(zip(ADDED, texts, strict=True))}
@@ -103,7 +103,7 @@ def calls(scored: Iterable[Scored]) -> Calls:
         if item.machine and said.match(item.row.get("activation_recompute", "").lower())
     ]
     failed = [item for item in judged if item.ran_out]
-    ran = [item for item in judged if item.time_error is not None]
+    ran = [item for item in judged if item.time_error is not None or item.memory_error is not None]
     return Calls(
         len(failed),
         sum(not item.fits for item in failed),
@@ -112,11 +112,13 @@ def calls(scored: Iterable[Scored]) -> Calls:
     )
 
 
-def _seen(memory: PeakBytes, job: Job, *, from_outside: bool) -> float:
+def _seen(memory: PeakBytes, job: Job, row: Row) -> float:
     """Bytes of a peak as they are reported: by a framework what it holds; by the driver also the context, and what the
     framework's allocator keeps in blocks that do not fit, which it gives back before anything fails."""
+    if "first stage" in row.get("peak_mem_unit", ""):
+        memory = peak_bytes(job.work, job.layout, job.cluster, of_first_stage=True)
     held = memory.peak - memory.reserve
-    if not from_outside:
+    if "nvidia-smi" not in " ".join(row.values()):
         return held
     return min(held * (1 + _KEPT_BY_ALLOCATOR) + memory.reserve, job.cluster.machine.memory_bytes)
 

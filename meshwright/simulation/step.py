@@ -8,6 +8,7 @@ layer is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from meshwright.presets.calibration import Calibration, calibration_of
 from meshwright.presets.counts import matmul_flops_per_token, num_parameters
@@ -147,7 +148,7 @@ def step_seconds(
     m = num_microbatches(work, layout)
     weights = weights_seconds(layout, fit, layer, pieces.sharing)
     one = layer.compute + layer.tensor + layer.context + weights
-    layers, extra = slowest_stage(work.model.num_layers, layout, one, head)
+    layers, extra = slowest_stage(layers_of_stages(work, layout), one, head)
     # Of a mean stage: the slowest one's own time is in the micro-batches.
     mean = passes_seconds(layer, weights, work.model.num_layers / layout.pp, head / layout.pp)
     return StepSeconds(
@@ -166,15 +167,30 @@ def step_seconds(
     )
 
 
-def slowest_stage(num_layers: int, layout: Layout, one: float, head: float) -> tuple[float, float]:
+def layers_of_stages(work: Workload, layout: Layout) -> tuple[float, float]:
+    """Layers of the fullest stage and of the last one, under a layout."""
+    num_layers = work.model.num_layers
+    if layout.counts_head and layout.pp > 1:
+        head = work.model.vocab_size * work.model.dim / layer_numel(work)
+        full = min(ceil((num_layers + head) / layout.pp), num_layers)
+        return float(full), float(max(0, num_layers - full * (layout.pp - 1)))
+    return stage_layers(num_layers, layout.pp, halves=layout.half_layers)
+
+
+def embedding_counts(work: Workload, layout: Layout) -> bool:
+    """Whether the embedding stands for a layer of the first stage, and the head for one of the last."""
+    num_layers, pp = work.model.num_layers, layout.pp
+    return not layout.counts_head and num_layers % pp != 0 and (num_layers + 2) % pp == 0
+
+
+def slowest_stage(layers: tuple[float, float], one: float, head: float) -> tuple[float, float]:
     """Layers of the slowest stage, and what it does besides: the head where the last stage is the slowest.
 
     Args:
-        num_layers: of the model.
-        layout: its stages.
+        layers: of the fullest stage and of the last one.
         one, head: seconds of a layer and of the head.
     """
-    full, last = stage_layers(num_layers, layout.pp, halves=layout.half_layers)
+    full, last = layers
     return (last, head) if last * one + head > full * one else (full, 0.0)
 
 
@@ -219,8 +235,8 @@ def stage_numel(work: Workload, layout: Layout) -> float:
     model = work.model
     if layout.pp == 1:
         return num_parameters(model) / layout.tp
-    full, _ = stage_layers(model.num_layers, layout.pp, halves=layout.half_layers)
-    ends = full - 1 if (model.num_layers % layout.pp and (model.num_layers + 2) % layout.pp == 0) else full
+    full, _ = layers_of_stages(work, layout)
+    ends = full - 1 if embedding_counts(work, layout) else full
     vocabulary = model.vocab_size * model.dim
     held = max(full * layer_numel(work), ends * layer_numel(work) + vocabulary) / layout.tp
     # A rank of the bidirectional schedule holds a stage of either direction.
