@@ -101,17 +101,6 @@ MACHINES: tuple[Machine, ...] = (
         device_pattern=r"(NVIDIA |Tesla )?V100-SXM[23]-16GB",
     ),
     Machine(
-        name="v100-16",
-        flops=_tera(fp16=125, fp32=15.7),
-        memory_bytes=16 * _GIB,
-        memory_bandwidth=900e9,
-        links=_links(nvlink=150, network=6.25),
-        devices_per_node=8,
-        source=f"{_V100}; {_LATENCY_SOURCE}",
-        aliases=("v100-16gb",),
-        device_pattern=r"(NVIDIA |Tesla )?V100-SXM2-16GB",
-    ),
-    Machine(
         name="v100",
         flops=_tera(fp16=125, fp32=15.7),
         memory_bytes=32 * _GIB,

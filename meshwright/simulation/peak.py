@@ -19,8 +19,8 @@ from meshwright.simulation.memory import Split, layer_activation_bytes, micro_ba
 from meshwright.simulation.step import embedding_counts, layers_of_stages, stage_numel
 
 _GIB = 2**30
-# A device's context with loaded kernels, which a framework does not count: MiB on a V100 and an A100 (BigScience), 0.5 to
-# 1.8 GiB elsewhere (ml-engineering).
+# A device's context with loaded kernels, which a framework does not count: MiB on a V100 and an A100 (BigScience),
+# 0.5 to 1.8 GiB elsewhere (ml-engineering).
 _CONTEXT_MIB = {"v100": 1113, "v100-16": 1113}
 _OTHER_CONTEXT_MIB = 1573
 # Of the groups of one axis: a library's own buffers, which a framework does not count.
@@ -171,8 +171,8 @@ def _fullest_moment(
 
 
 def _working_bytes(work: Workload, layout: Layout) -> float:
-    """Gradients inside one layer while its backward runs: of what the feed-forward part keeps, or, when that is gone, of
-    scores that are written out; and of the stream."""
+    """Gradients inside one layer while its backward runs: of what the feed-forward part keeps, or, when that is
+    gone, of scores that are written out; and of the stream."""
     model, t = work.model, layout.tp
     tokens = layout.micro_batch * work.seq_len / layout.cp
     feed = 2 * (2 if model.family in ("gpt", "bert") else 3) * tokens * model.ffn_dim / t

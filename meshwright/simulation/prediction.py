@@ -17,8 +17,8 @@ from meshwright.simulation.step import StepSeconds, model_flops, step_seconds
 
 # What a driver keeps of nominal memory for itself.
 _USABLE = 0.99
-# What an allocator holds in pieces too small to serve, when a run fails: 1.15 of 29.97 GiB in NVIDIA/Megatron-LM issue
-# 525; 0.2 to 1.4 GiB of the peaks of nanotron's runs.
+# What an allocator holds in pieces too small to serve, when a run fails: 1.15 of 29.97 GiB in
+# NVIDIA/Megatron-LM#525; 0.2 to 1.4 GiB of the peaks of nanotron's runs.
 _IN_PIECES = 0.03
 
 

@@ -188,8 +188,8 @@ def _logit_bytes(notes: str, *, deepspeed: bool, is_cut: bool, is_fused: bool) -
     """Of one logit at the peak of its loss, by what its code holds at once: 16 bits, float32, and copies of these.
 
     torch's own loss: results and gradients of two steps in float32; of distributed tensors that are cut along the
-    vocabulary also the shifted logits or their exponentials. A fused loss that reads 16 bits (llm-foundry's) has nothing
-    else. Megatron-LM's works in place; DeepSpeed's fork clones.
+    vocabulary also the shifted logits or their exponentials. A fused loss that reads 16 bits (llm-foundry's) has
+    nothing else. Megatron-LM's works in place; DeepSpeed's fork clones.
     """
     if "fsdp2" in notes:
         return 18 if is_cut else 14

@@ -4,12 +4,29 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.presets import find_model
-from meshwright.simulation.job import Layout, Workload
-from meshwright.simulation.peak import in_flight, kept_layer_bytes, peak_bytes, state_bytes, whole_layer_bytes
+from meshwright.presets import find_machine, find_model
+from meshwright.schedule.catalogue import make_schedule
+from meshwright.schedule.check import peak_in_flight
+from meshwright.simulation.job import Cluster, Layout, Workload
+from meshwright.simulation.peak import (
+    context_bytes,
+    in_flight,
+    kept_layer_bytes,
+    peak_bytes,
+    state_bytes,
+    states_of,
+    whole_layer_bytes,
+)
+from meshwright.simulation.prediction import predict
+from meshwright.simulation.step import layers_of_stages
 
 GB = 1e9
 GPT = Workload(find_model("gpt3-175b"), 2048, 64)
+LLAMA = Workload(find_model("llama-3.1-8b"), 8192, 16)
+# nanotron's benchmark: 24 layers of 2048, a feed-forward part of 4096, tied embeddings of 50,257 words.
+SMALL = replace(
+    find_model("llama-3.1-8b"), num_layers=24, dim=2048, num_kv_heads=32, ffn_dim=4096, vocab_size=50257
+)
 
 
 @pytest.mark.parametrize(
@@ -103,3 +120,89 @@ def test_parts_add_up():
     assert found.peak == sum(vars(found).values())
     assert found.gathered > 0
     assert peak_bytes(GPT, Layout(dp=8, zero=2)).gathered == 0
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
+def test_every_stage_holds_what_its_lowered_schedule_holds(name):
+    """pitfall: later stages of zero-bubble schedules hold as much as the first, for their weights' gradients wait."""
+    made = make_schedule(name, 4, 16)
+    chunks = made.num_stages // 4
+    layout = Layout(pp=4, schedule=name, chunks=chunks)
+    found = [in_flight(layout, stage, 16) for stage in range(4)]
+    assert found == [count / chunks for count in peak_in_flight(made)]
+
+
+def test_a_searched_schedule_holds_what_it_may():
+    assert in_flight(Layout(pp=8, schedule="zb-h2", keeps=16), 3, 64) == 16
+
+
+def test_scores_that_are_written_out_count_in_any_family():
+    """pitfall: without selective recomputation's scores a gated layer kept less than nothing."""
+    fused, written = (Layout(attention=kind) for kind in ("flash", "unfused"))
+    scores = 5 * 32 * 8192 * 8192
+    assert whole_layer_bytes(LLAMA, written) - whole_layer_bytes(LLAMA, fused) == pytest.approx(scores)
+    selective = kept_layer_bytes(LLAMA, replace(written, recompute="selective"))
+    assert selective == pytest.approx(kept_layer_bytes(LLAMA, fused))
+
+
+@pytest.mark.parametrize(("tp", "measured"), [(1, 38.4), (2, 21.2), (4, 12.65), (8, 8.36)])
+def test_a_layer_that_is_not_fused_keeps_what_was_measured(tp, measured):
+    """nanotron, first stages of pipelines: growth of peaks with tokens, in bytes of a token's stream."""
+    work = Workload(SMALL, 4096, 1024)
+    layout = Layout(tp=tp, sequence_parallel=True, fused=False, keeps_gathered=True)
+    assert whole_layer_bytes(work, layout) / (4096 * 2048) == pytest.approx(measured, rel=0.02)
+    parts = replace(layout, keeps_gathered=False)
+    more = whole_layer_bytes(work, layout) - whole_layer_bytes(work, parts)
+    assert more == pytest.approx(4 * 4096 * 2048 * (1 - 1 / tp))
+
+
+def test_stages_cut_by_cost_count_the_head():
+    """nanotron: 7 of 24 layers on the first of four stages, as the weights that it held say; 14 of two, 4 of eight."""
+    work = Workload(SMALL, 4096, 1024)
+    for pp, full in ((2, 14), (4, 7), (8, 4)):
+        assert layers_of_stages(work, Layout(pp=pp, counts_head=True))[0] == full
+        assert layers_of_stages(work, Layout(pp=pp)) == (24 / pp, 24 / pp)
+
+
+def test_logits_are_gone_when_a_layer_runs_again():
+    few, many = (peak_bytes(LLAMA, Layout(recompute="full", micro_batch=2, logit_bytes=n)) for n in (1, 14))
+    assert few.logits == 0
+    assert many.logits == 14 * 2 * 8192 * 128256
+    assert many.activations < few.activations
+
+
+def test_an_uneven_pipeline_is_fullest_behind_its_embedding():
+    """70 layers on 12 stages: 5 and the embedding on the first, 6 on the second, which holds one micro-batch less."""
+    work = replace(GPT, model=replace(GPT.model, num_layers=70), global_batch=512)
+    layout = Layout(pp=12, tp=8)
+    kept = kept_layer_bytes(work, layout)
+    working = peak_bytes(work, layout).activations - 11 * 6 * kept
+    assert 0 < working < kept
+    assert peak_bytes(work, layout, of_first_stage=True).activations == pytest.approx(12 * 5 * kept + working)
+
+
+def test_stages_that_hold_gathered_weights_hold_sums_of_gradients_too():
+    layout = Layout(dp=8, pp=4, zero=3, holds_stage=True)
+    whole = states_of(GPT, replace(layout, zero=0)).weights / 2
+    assert states_of(GPT, layout).gathered == 6 * whole
+    assert states_of(GPT, replace(layout, holds_stage=False)).gathered < 0.1 * whole * 6
+
+
+def test_contexts_differ_by_device():
+    for name, mib in (("v100", 1113), ("v100-16", 1113), ("a100-80", 1573)):
+        assert context_bytes(Cluster(find_machine(name), 8, 8, 1e9)) == mib * 2**20
+    assert context_bytes(None) == 1573 * 2**20
+
+
+def test_what_lies_in_pieces_does_not_serve():
+    """A run whose parts fill usable memory to the last percent runs out of it."""
+    cluster = Cluster(find_machine("a100-80"), 1, 8, 1e9)
+    found = predict(GPT, Layout(tp=1), cluster)
+    held = found.memory.peak - found.memory.reserve
+
+    def fits(bytes_of_device):
+        machine = replace(cluster.machine, memory_bytes=int(bytes_of_device / 0.99))
+        return predict(GPT, Layout(tp=1), replace(cluster, machine=machine)).fits
+
+    assert not fits(found.memory.peak + 0.02 * held)
+    assert fits(found.memory.peak + 0.04 * held)

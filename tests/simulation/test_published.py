@@ -72,17 +72,42 @@ def test_the_best_of_blooms_layouts_is_found():
 
 def test_measured_peaks_are_met():
     errors = [abs(item.memory_error) for item in SCORED if item.memory_error is not None]
-    assert len(errors) > 80
+    assert len(errors) > 120
     assert median(errors) <= 0.03
+    nanotron = [
+        abs(item.memory_error)
+        for item in SCORED
+        if item.machine == "h100" and "nanotron" in item.row["source"] and not item.ran_out
+    ]
+    assert len(nanotron) == 13
+    assert max(nanotron) <= 0.02
 
 
-def test_most_of_what_ran_out_of_memory_is_told_from_what_ran():
+def test_what_ran_out_of_memory_is_told_from_what_ran():
+    """The bar: nine of ten failures are called so, and at most one of fifty runs that ran."""
     found = calls(SCORED)
-    assert (found.failed, found.failed_called) == (6, 4)
-    assert found.ran > 200
-    assert found.ran_called <= 0.01 * found.ran
+    assert found.failed >= 28
+    assert found.failed_called >= 0.9 * found.failed
+    assert found.ran > 300
+    assert found.ran_called <= 0.02 * found.ran
+    # The first has the sizes of a run that held 67 GB; the second's last stage would need 14 bytes a logit.
+    missed = {item.row["id"] for item in SCORED if item.ran_out and item.fits}
+    assert missed <= {"F0006", "F0014"}
     unsaid = [replace(item, row={**item.row, "activation_recompute": "not stated"}) for item in SCORED]
     assert calls(unsaid).ran == 0
+
+
+def test_a_run_with_a_peak_and_no_step_time_ran():
+    row = row_of("F0034")
+    found = calls(score_rows([row, {**row, "peak_mem_gib": ""}, row_of("F0036")]))
+    assert (found.ran, found.failed, found.failed_called) == (1, 1, 1)
+
+
+def test_a_peak_of_the_first_stage_is_compared_with_it():
+    """The last stage makes logits of 50,257 words, eight sequences of 2,048 tokens, and the first does not."""
+    row = row_of("F0013")
+    first, fullest = score_rows([row, {**row, "peak_mem_unit": "nvidia-smi"}])
+    assert float(first.row["predicted_peak_mem_gib"]) < float(fullest.row["predicted_peak_mem_gib"]) - 1
 
 
 def test_what_a_framework_does_is_in_its_memory():
@@ -103,7 +128,8 @@ def test_nvidia_smi_sees_the_context_and_a_framework_does_not():
     row = row_of("T0906")
     seen, counted = score_rows([row, {**row, "peak_mem_unit": "framework"}])
     whole, held = (float(item.row["predicted_peak_mem_gib"]) for item in (seen, counted))
-    assert whole == pytest.approx(1.1 * held + 1573 / 1024, abs=0.02)
+    # Three axes of ranks, of each 0.5 GiB of a library's buffers.
+    assert whole == pytest.approx(1.11 * held + 1573 / 1024 + 1.5, abs=0.02)
     nearly_full = score_rows([{**row_of("F0005"), "peak_mem_unit": "nvidia-smi"}])[0]
     assert float(nearly_full.row["predicted_peak_mem_gib"]) == 80
 
@@ -120,6 +146,27 @@ def test_words_of_a_row_become_a_layout():
     assert bloom.layout.zero == 1
     assert bloom.work.model.vocab_size == 250_000
     assert bloom.cluster.nic_bytes_per_second == 4 * 12.5e9 * 0.25
+    nanotron = read_job(row_of("F0034"))
+    assert nanotron.work.model.tied_embedding
+    assert not nanotron.layout.fused
+    assert nanotron.layout.keeps_gathered
+    assert nanotron.layout.counts_head
+    searched = read_job(row_of("T0670")).layout
+    assert (searched.schedule, searched.keeps) == ("zb-h2", 2 * searched.pp)
+
+
+@pytest.mark.parametrize(
+    ("identity", "logit_bytes"),
+    # Megatron-LM in place, DeepSpeed's fork with a clone, FSDP with a fused loss, distributed tensors whole and cut.
+    [("T0670", 8), ("T0906", 10), ("T0008", 4), ("T0219", 14), ("T0228", 18)],
+)
+def test_a_loss_holds_what_its_code_holds(identity, logit_bytes):
+    assert read_job(row_of(identity)).layout.logit_bytes == logit_bytes
+
+
+def test_a_batch_that_a_pipeline_splits_has_as_many_parts_as_stages():
+    layout = read_job(row_of("T0229")).layout  # 32 sequences a rank, 8 stages
+    assert (layout.micro_batch, layout.holds_stage) == (4, True)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +214,11 @@ def test_a_domain_of_fast_links_spans_trays():
 def test_errors_are_listed_by_source_and_machine():
     lines = errors_by_source(SCORED)
     assert lines[-1].source == "all"
-    assert lines[-1].num_times == len(ROWS) - 6
-    assert sum(line.num_times for line in lines[:-1]) == len(ROWS) - 6
+    timed = [
+        row for row in ROWS if row["iteration_time_s"] or row["tokens_per_s_per_gpu"] or row["tflops_per_gpu"]
+    ]
+    assert lines[-1].num_times == len(timed) > 300
+    assert sum(line.num_times for line in lines[:-1]) == len(timed)
     assert short_source("Narayanan et al. SC21 (arXiv:2104.04473) Table 1") == "Narayanan et al. SC21"
 
 
