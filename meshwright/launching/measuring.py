@@ -8,9 +8,7 @@ Simplifications: one thread a rank; float32; a model of transformers is taken fo
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,7 +24,15 @@ from meshwright.comm.log import CommLog
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.ops import Group
 from meshwright.launching.measure_order import Order
-from meshwright.launching.measuring_parts import attend_time, block_time, head_time, make_block, seconds_of
+from meshwright.launching.measuring_parts import (
+    as_a_step,
+    attend_time,
+    block_time,
+    head_time,
+    make_block,
+    seconds_between,
+    seconds_of,
+)
 from meshwright.launching.messages import WorkerContext
 from meshwright.mesh import MeshSpec
 from meshwright.presets.host import BlockTime, CollectiveTime, PartTime
@@ -39,7 +45,8 @@ from meshwright.training.metrics import peak_memory_bytes
 # Bytes of a whole tensor.
 SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 23)
 _REPEATS = 5
-_TINY = ("model.dim=16", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_dim=64")
+_SMALL, _TOKENS = 64, 128
+_TINY = (f"model.dim={_SMALL}", "model.num_heads=2", "model.num_kv_heads=2", f"model.ffn_dim={4 * _SMALL}")
 _DIM, _LAYERS = 256, 4
 _LARGE = (f"model.dim={_DIM}", "model.num_heads=4", "model.num_kv_heads=4", f"model.ffn_dim={4 * _DIM}")
 
@@ -105,6 +112,7 @@ def _of_size(group: Group, num_bytes: int) -> dict[str, float]:
     )
     for word, make in kinds:
         whole, own = make(numel), make(part)
+        between = as_a_step(whole, own)
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": partial(ops.all_reduce, whole, group, cause="measure"),
             "all_gather": partial(ops.all_gather, whole, own, group, cause="measure"),
@@ -122,8 +130,12 @@ def _of_size(group: Group, num_bytes: int) -> dict[str, float]:
                 )
             }
         for op, call in calls.items():
-            found[word + op] = _together(call, group)
+            found[word + op] = seconds_between(partial(_to_its_end, call), between)
     return found
+
+
+def _to_its_end(call: Callable[[], Any]) -> None:
+    call().wait()
 
 
 def _shared(transport: Any, numel: int) -> Tensor:
@@ -170,32 +182,19 @@ def _passed_on(whole: Tensor, _own: Tensor, group: Group) -> _Pair:
     return _Pair(sent, ops.receive(into, group, index=(here - 1) % size, cause="measure"))
 
 
-def _together(call: Callable[[], Any], group: Group) -> float:
-    """Median processor seconds of a rank; all ranks make as many calls."""
-    call().wait()
-    found = []
-    for _ in range(_REPEATS):
-        ops.barrier(group, cause="measure")
-        start = time.process_time()
-        for _ in range(4):
-            call().wait()
-        found.append((time.process_time() - start) / 4)
-    return statistics.median(found)
-
-
 # A step beside its model.
 
 
 def _step_seconds() -> dict[str, float]:
     """Seconds of a step, of a micro-batch and its blocks, of a parameter's update and of adding to its gradient."""
     tiny = {layers: [_whole_step(_TINY, layers, samples) for samples in (1, 3)] for layers in (1, 3)}
-    block = block_time(BlockShape("gpt", 16, 2, 2, 8, 64, 8), 1)
-    head = head_time(HeadShape(16, 256, 8), 1)
+    block = block_time(BlockShape("gpt", _SMALL, 2, 2, _SMALL // 2, 4 * _SMALL, _TOKENS), 1)
+    head = head_time(HeadShape(_SMALL, 256, _TOKENS), 1)
     plain = block.forward + block.inputs + block.weights
     micro = {layers: (three - one) / 2 for layers, (one, three) in tiny.items()}
     layer = max((micro[3] - micro[1]) / 2 - plain, 0.0)
     beside = max(micro[1] - layer - plain - head.forward - head.backward, 0.0)
-    large = block_time(BlockShape("gpt", _DIM, 4, 4, _DIM // 4, 4 * _DIM, 8), 1)
+    large = block_time(BlockShape("gpt", _DIM, 4, 4, _DIM // 4, 4 * _DIM, _TOKENS), 1)
     one, three = (_whole_step(_LARGE, _LAYERS, samples) for samples in (1, 3))
     of_blocks = _LAYERS * (layer + large.forward + large.inputs + large.weights)
     update, numel = _update_seconds()
@@ -221,12 +220,8 @@ def _gather_seconds(world: World) -> float:
 
 def _median_of(run: Run) -> float:
     """Median processor seconds of a step; all ranks make as many."""
-    found = []
-    for number in range(2 * _REPEATS):
-        start = time.process_time()
-        run.make_step(number)
-        found.append(time.process_time() - start)
-    return statistics.median(found[_REPEATS // 2 :])
+    counter = iter(range(10**9))
+    return seconds_between(lambda: run.make_step(next(counter)), as_a_step())
 
 
 def _update_seconds() -> tuple[float, int]:
@@ -266,7 +261,7 @@ def _whole_step(model: Sequence[str], layers: int, samples: int) -> float:
     run, _ = _run(model, layers, samples)
     with closing(run.mesh):
         counter = iter(range(10**9))
-        return seconds_of(lambda: run.make_step(next(counter)))
+        return seconds_between(lambda: run.make_step(next(counter)), as_a_step())
 
 
 _ALONE = World(rank=0, size=1, local_rank=0, local_size=1)
@@ -280,7 +275,7 @@ def _run(
         "model.source=preset:gpt-nano",
         *model,
         f"model.num_layers={layers}",
-        "data.seq_len=8",
+        f"data.seq_len={_TOKENS}",
         f"train.global_batch={samples}",
         "train.stop_at=1000000 steps",
         "plan.micro_batch=1",

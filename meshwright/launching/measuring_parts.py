@@ -27,7 +27,8 @@ from meshwright.presets.host import BlockTime, PartTime
 from meshwright.simulation.host_keys import AttendShape, BlockShape, HeadShape
 
 _SHORTEST_SECONDS = 0.02
-_REPEATS = 5
+_REPEATS, _IN_A_GROUP = 5, 4
+_SWEPT_NUMEL = 1 << 21
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -43,6 +44,37 @@ def seconds_of(call: Callable[[], object]) -> float:
             call()
         found.append((time.process_time() - start) / count)
     return statistics.median(found)
+
+
+def seconds_between(call: Callable[[], object], between: Callable[[], object]) -> float:
+    """Processor seconds of one call after `between`, which is not counted: the median of means of a few calls.
+
+    In a step, collectives and all that Python does find their memory and code out of the caches, and other ranks a
+    little late: calls in a row take a half to a quarter of the time. Ranks that wait for each other in the call all
+    make as many.
+    """
+    found = []
+    for _ in range(_REPEATS):
+        spent = 0.0
+        for _ in range(_IN_A_GROUP):
+            between()
+            start = time.process_time()
+            call()
+            spent += time.process_time() - start
+        found.append(spent / _IN_A_GROUP)
+    return statistics.median(found)
+
+
+def as_a_step(*tensors: Tensor) -> Callable[[], None]:
+    """Some milliseconds of products, more memory than a core's own caches hold, and last `tensors`, are written."""
+    left, right, others = torch.ones(512, 512), torch.ones(512, 1024), torch.zeros(_SWEPT_NUMEL)
+
+    def between() -> None:
+        left @ right
+        for tensor in (others, *tensors):
+            tensor.add_(1.0)
+
+    return between
 
 
 # Blocks.

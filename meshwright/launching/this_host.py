@@ -24,7 +24,14 @@ from meshwright.planner.experience import experience_file, read_experience
 from meshwright.planner.request import Request
 from meshwright.planner.rules import refuse_mesh
 from meshwright.planner.space import meshes
-from meshwright.presets.host import BlockTime, CollectiveTime, HostProfile, PartTime, profile_from
+from meshwright.presets.host import (
+    BlockTime,
+    CollectiveTime,
+    HostProfile,
+    OtherFormat,
+    PartTime,
+    profile_from,
+)
 from meshwright.simulation.host_keys import (
     AttendShape,
     BlockShape,
@@ -34,7 +41,7 @@ from meshwright.simulation.host_keys import (
     head_of,
     is_known,
 )
-from meshwright.simulation.job import ContextKind, Layout, on_host
+from meshwright.simulation.job import Cluster, ContextKind, Layout, on_host
 
 if TYPE_CHECKING:
     from meshwright.comm.mesh import World
@@ -51,7 +58,7 @@ def host_file(cache: Path) -> Path:
 
 
 def known_host(cache: Path) -> HostProfile | None:
-    """What was measured before; None where nothing was.
+    """What was measured before; None where nothing was, or by another version.
 
     Raises:
         ConfigError: E299 for a file that cannot be read.
@@ -61,6 +68,8 @@ def known_host(cache: Path) -> HostProfile | None:
         return None
     try:
         return profile_from(path.read_text(encoding="utf-8"))
+    except OtherFormat:
+        return None
     except (OSError, ValueError) as error:
         raise ConfigError(
             "E299", f"{path} cannot be read: {error}. Remove it, and run `meshwright doctor --measure`"
@@ -91,37 +100,35 @@ def measured_host(cache: Path, request: Request) -> HostProfile:
         ConfigError: E299.
         WorkerError: a measuring process failed.
     """
-    host = known_host(cache)
-    order = _order(request, host)
-    if order is not None:
-        found = _run(order, num_cores())
-        host = host or _new_host(found)
-        blocks, parts = _mean_blocks([one.blocks for one in found]), _mean_parts([one.parts for one in found])
-        host = replace(host, blocks=(*host.blocks, *blocks), parts=(*host.parts, *parts))
-    assert host is not None, "a host that is not known is measured"
-    if request.cluster.num_devices > max(row.ranks for row in host.collectives):
+    before = known_host(cache)
+    host = before or _new_host(_run(Order(has_collectives=True, has_steps=True), num_cores()))
+    processes = _processes(request.cluster, host)
+    if processes > max(row.ranks for row in host.collectives):
         host = _crowded(host)
-        order = Order()
-    if order is not None:
+    known = host.known(processes)
+    blocks, heads, attends = shapes_of(request)
+    order = Order(
+        blocks=tuple(shape for shape in blocks if shape.key not in known),
+        heads=tuple(shape for shape in heads if shape.key not in known),
+        attends=tuple(shape for shape in attends if shape.key not in known),
+        micro_batches=tuple(size for size in _MICRO_BATCHES if size <= request.work.global_batch),
+    )
+    if order.blocks or order.heads or order.attends:
+        found = _run(order, processes)
+        of_blocks, parts = (
+            _mean_blocks([one.blocks for one in found]),
+            _mean_parts([one.parts for one in found]),
+        )
+        host = replace(host, blocks=(*host.blocks, *of_blocks), parts=(*host.parts, *parts))
+    if host != before:
         _keep(cache, host)
     return host
 
 
-def _order(request: Request, host: HostProfile | None) -> Order | None:
-    """What is to be measured; None where all is known."""
-    keys: set[str] = set()
-    if host is not None:
-        keys = {row.key for row in host.blocks} | {row.key for row in host.parts}
-    blocks, heads, attends = shapes_of(request)
-    order = Order(
-        has_collectives=host is None,
-        has_steps=host is None,
-        blocks=tuple(shape for shape in blocks if shape.key not in keys),
-        heads=tuple(shape for shape in heads if shape.key not in keys),
-        attends=tuple(shape for shape in attends if shape.key not in keys),
-        micro_batches=tuple(size for size in _MICRO_BATCHES if size <= request.work.global_batch),
-    )
-    return None if host is not None and not (order.blocks or order.heads or order.attends) else order
+def _processes(cluster: Cluster, host: HostProfile) -> int:
+    """How many are measured at once for a cluster of such hosts: one a core, or two where it has more ranks."""
+    ranks = min(cluster.num_devices, cluster.devices_per_node)
+    return host.cores if ranks <= host.cores else 2 * host.cores
 
 
 def located(request: Request, cache: Path, *, measures: bool) -> Request:
@@ -138,10 +145,11 @@ def located(request: Request, cache: Path, *, measures: bool) -> Request:
     blocks, heads, attends = shapes_of(request)
     keys = [*(one.key for one in blocks), *(one.key for one in heads), *(one.key for one in attends)]
     host = measured_host(cache, request) if measures else known_host(cache)
-    if host is None or not host.knows(keys):
+    processes = 0 if host is None else _processes(cluster, host)
+    if host is None or not set(keys) <= host.known(processes):
         return request
     learned = read_experience(experience_file(host_file(cache)))
-    return replace(request, cluster=on_host(cluster, replace(host.only(keys), learned=learned)))
+    return replace(request, cluster=on_host(cluster, replace(host.only(keys, processes), learned=learned)))
 
 
 def shapes_of(request: Request) -> tuple[list[BlockShape], list[HeadShape], list[AttendShape]]:
@@ -215,7 +223,7 @@ def _mean_blocks(of_ranks: Iterable[tuple[BlockTime, ...]]) -> Iterator[BlockTim
     for rows in zip(*of_ranks, strict=True):
         names = ("forward", "inputs", "weights", "core", "core_back")
         values = {name: mean(getattr(row, name) for row in rows) for name in names}
-        yield replace(rows[0], **values)
+        yield replace(rows[0], processes=len(rows), **values)
 
 
 def _mean_parts(of_ranks: Iterable[tuple[PartTime, ...]]) -> Iterator[PartTime]:
@@ -224,6 +232,7 @@ def _mean_parts(of_ranks: Iterable[tuple[PartTime, ...]]) -> Iterator[PartTime]:
             rows[0],
             forward=mean(row.forward for row in rows),
             backward=mean(row.backward for row in rows),
+            processes=len(rows),
         )
 
 

@@ -10,7 +10,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-_FORMAT = 1
+_FORMAT = 2
+
+
+class OtherFormat(ValueError):
+    """What another version of this package measured."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class BlockTime:
         forward, inputs, weights: seconds of forward, of gradients of inputs, of gradients of weights.
         core: of forward, attention alone.
         core_back: of backward, attention alone.
+        processes: that worked at the time: as many as cores, or more, which then share caches.
     """
 
     key: str
@@ -32,6 +37,7 @@ class BlockTime:
     weights: float
     core: float
     core_back: float
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,14 @@ class PartTime:
         key: what it is.
         micro_batch: sequences.
         forward, backward: seconds.
+        processes: as of a block.
     """
 
     key: str
     micro_batch: int
     forward: float
     backward: float
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,21 +171,26 @@ class HostProfile:
         """As a table of a JSON file."""
         return {"format": _FORMAT, **asdict(self)}
 
-    def only(self, keys: Iterable[str]) -> HostProfile:
-        """Without the blocks and parts of other models."""
-        kept = set(keys)
-        blocks = tuple(row for row in self.blocks if row.key in kept)
-        return replace(self, blocks=blocks, parts=tuple(row for row in self.parts if row.key in kept))
+    def only(self, keys: Iterable[str], processes: int) -> HostProfile:
+        """With the blocks and parts of one model only, as so many processes at once took for them."""
+        kept = {(key, processes) for key in keys}
+        return replace(
+            self,
+            blocks=tuple(row for row in self.blocks if (row.key, row.processes) in kept),
+            parts=tuple(row for row in self.parts if (row.key, row.processes) in kept),
+        )
 
-    def knows(self, keys: Iterable[str]) -> bool:
-        """Whether all of these blocks and parts were measured."""
-        return set(keys) <= {row.key for row in self.blocks} | {row.key for row in self.parts}
+    def known(self, processes: int) -> set[str]:
+        """Keys of the blocks and parts that so many processes at once were measured on."""
+        blocks = {row.key for row in self.blocks if row.processes == processes}
+        return blocks | {row.key for row in self.parts if row.processes == processes}
 
 
 def profile_from(text: str) -> HostProfile:
     """What `to_json` wrote.
 
     Raises:
+        OtherFormat: another version wrote it.
         ValueError: it is of another form.
     """
     return profile_of(json.loads(text))
@@ -185,8 +198,10 @@ def profile_from(text: str) -> HostProfile:
 
 def profile_of(value: object) -> HostProfile:
     """As `profile_from`, of the value itself."""
-    if not isinstance(value, dict) or value.get("format") != _FORMAT:
-        raise ValueError(f"no measured host of format {_FORMAT}")
+    if not isinstance(value, dict) or not isinstance(value.get("format"), int):
+        raise ValueError("no measured host")
+    if value["format"] != _FORMAT:
+        raise OtherFormat(f"no measured host of format {_FORMAT}")
     kinds = {"blocks": BlockTime, "parts": PartTime, "collectives": CollectiveTime}
     try:
         rows = {name: tuple(kind(**row) for row in value[name]) for name, kind in kinds.items()}

@@ -5,6 +5,7 @@ from meshwright.presets.host import (
     CollectiveTime,
     HostProfile,
     Learned,
+    OtherFormat,
     PartTime,
     profile_from,
 )
@@ -28,8 +29,8 @@ def host(**changes):
             for ranks in (2, 4)
             for size in (1 << 14, 1 << 20)
         ),
-        "blocks": (BlockTime("b", 1, 10, 12, 8, 1, 2), BlockTime("b", 4, 32, 40, 24, 4, 8)),
-        "parts": (PartTime("h", 2, 4, 6),),
+        "blocks": (BlockTime("b", 1, 10, 12, 8, 1, 2, 2), BlockTime("b", 4, 32, 40, 24, 4, 8, 2)),
+        "parts": (PartTime("h", 2, 4, 6, 2),),
     }
     return HostProfile(**{**values, **changes})
 
@@ -37,9 +38,11 @@ def host(**changes):
 def test_a_profile_comes_back_from_its_file():
     one = host(learned=Learned(compute=1.25, runs=3))
     assert profile_from(one.to_json()) == one
-    for wrong in ("{}", "[]", one.to_json().replace('"format": 1', '"format": 0'), '{"format": 1}'):
+    for wrong in ("{}", "[]", '{"format": 2}'):
         with pytest.raises(ValueError, match="no measured host"):
             profile_from(wrong)
+    with pytest.raises(OtherFormat):
+        profile_from(one.to_json().replace('"format": 2', '"format": 1'))
 
 
 def test_between_measured_micro_batches_the_time_of_a_sequence_is_on_a_line():
@@ -50,9 +53,16 @@ def test_between_measured_micro_batches_the_time_of_a_sequence_is_on_a_line():
     assert one.block("b", 2).forward == pytest.approx(2 * (10 - 2 / 3))
     assert one.block("b", 8).inputs == pytest.approx(80)
     assert one.part("h", 1).backward == pytest.approx(3)
-    assert one.knows(["b", "h"])
-    assert not one.knows(["b", "other"])
-    assert one.only(["b"]).parts == ()
+    assert one.only(["b"], 2).parts == ()
+
+
+def test_what_two_processes_a_core_take_is_kept_beside_what_one_takes():
+    slow = BlockTime("b", 1, 11, 13, 9, 1, 2, 4)
+    one = host(blocks=(*host().blocks, slow))
+    assert one.known(2) == {"b", "h"}
+    assert one.known(4) == {"b"}
+    assert one.only(["b"], 4).blocks == (slow,)
+    assert one.only(["b", "h"], 2).block("b", 1).forward == 10
 
 
 def test_collectives_between_sizes_and_beyond_by_the_last_rate():
