@@ -130,11 +130,12 @@ class HostProfile:
         low, high, share = _around([row.micro_batch for row in rows], micro_batch)
         one, two = rows[low], rows[high]
         names = ("forward", "inputs", "weights", "core", "core_back")
-        values = [
-            _between((one.micro_batch, getattr(one, name)), (two.micro_batch, getattr(two, name)), share)
+        values = {
+            name: micro_batch
+            * _between((one.micro_batch, getattr(one, name)), (two.micro_batch, getattr(two, name)), share)
             for name in names
-        ]
-        return BlockTime(key, micro_batch, *(value * micro_batch for value in values))
+        }
+        return replace(one, micro_batch=micro_batch, **values)
 
     def part(self, key: str, micro_batch: int) -> PartTime:
         """As `block`, of a part."""
