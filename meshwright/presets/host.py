@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 _FORMAT = 2
 
@@ -130,7 +131,7 @@ class HostProfile:
         low, high, share = _around([row.micro_batch for row in rows], micro_batch)
         one, two = rows[low], rows[high]
         names = ("forward", "inputs", "weights", "core", "core_back")
-        values = {
+        values: dict[str, Any] = {
             name: micro_batch
             * _between((one.micro_batch, getattr(one, name)), (two.micro_batch, getattr(two, name)), share)
             for name in names
