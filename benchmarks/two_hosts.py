@@ -18,9 +18,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from meshwright.comm.log import CommLog
 from meshwright.comm.mesh import World
 from meshwright.planner.plans import make_plans
 from meshwright.planner.request import Request
+from meshwright.testing.hosts import Host, two_hosts, why_no_hosts
 from meshwright.training.console import Console
 from meshwright.training.loop import Run
 
@@ -46,47 +46,6 @@ PLANS = (
 )
 PORT = 29411
 BAR = 1.05
-
-
-@dataclass(frozen=True)
-class Host:
-    """A network namespace with one interface to its peer."""
-
-    namespace: str
-    interface: str
-    address: str
-
-    def run(self, *command: str) -> None:
-        ip("netns", "exec", self.namespace, *command)
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@contextmanager
-def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
-    """Two namespaces, each of which sends at most `rate`."""
-    number = os.getpid()
-    hosts = tuple(Host(f"mwplan{number}{n}", f"mwp{number}{n}", f"10.213.9.{n + 1}") for n in range(2))
-    made = []
-    try:
-        for host in hosts:
-            ip("netns", "add", host.namespace)
-            made.append(host)
-        first, second = hosts
-        ip("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
-        for host in hosts:
-            ip("link", "set", host.interface, "netns", host.namespace)
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
-            host.run("ip", "link", "set", host.interface, "up")
-            host.run("ip", "link", "set", "lo", "up")
-            limit = ("rate", rate, "burst", "256kb", "latency", "100ms")
-            host.run("tc", "qdisc", "add", "dev", host.interface, "root", "tbf", *limit)
-        yield first, second
-    finally:
-        for host in made:
-            ip("netns", "delete", host.namespace)
 
 
 def measured(names: list[str], rate: str, options: argparse.Namespace, cache: Path) -> dict[str, list[float]]:
@@ -112,7 +71,7 @@ def start(host: Host, rank: int, first: Host, order: Path) -> subprocess.Popen[b
         "GLOO_SOCKET_IFNAME": host.interface,
         "OMP_NUM_THREADS": "1",
     }
-    command = ["ip", "netns", "exec", host.namespace, sys.executable, __file__, "--worker", str(order)]
+    command = host.command(sys.executable, __file__, "--worker", str(order))
     return subprocess.Popen(command, env={**os.environ, **own})
 
 
@@ -171,11 +130,9 @@ def main() -> None:
         return
     if options.tiny:
         options.rounds = 1
-    try:
-        with two_hosts("1gbit"):
-            pass
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"skipped: two hosts cannot be made here ({getattr(error, 'stderr', '') or error})")
+    reason = why_no_hosts("1gbit")
+    if reason:
+        print(f"skipped: two hosts cannot be made here ({reason})")
         return
     with ExitStack() as stack:
         cache = options.cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from launch_processes import wait_until
 
 from meshwright.checkpoint.folder import find_checkpoints, read_manifest
 from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.testing.hosts import Host, two_hosts, why_no_hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 300
@@ -45,69 +43,18 @@ print_every = "100 steps"
 """
 
 
-@dataclass(frozen=True)
-class Host:
-    """A network namespace with one interface to its peer."""
-
-    namespace: str
-    interface: str
-    address: str
-
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return ip("netns", "exec", self.namespace, *command)
-
-    def pids(self) -> list[int]:
-        return [int(pid) for pid in ip("netns", "pids", self.namespace).stdout.split()]
-
-
-def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two namespaces joined by a cable; whatever runs in them ends with them."""
-    number = os.getpid()
-    hosts = (
-        Host(f"meshwright{number}a", f"mw{number}a", "10.213.7.1"),
-        Host(f"meshwright{number}b", f"mw{number}b", "10.213.7.2"),
-    )
-    made = []
-    try:
-        for host in hosts:
-            ip("netns", "add", host.namespace)
-            made.append(host)
-        first, second = hosts
-        ip("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
-        for host in hosts:
-            ip("link", "set", host.interface, "netns", host.namespace)
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
-            host.run("ip", "link", "set", host.interface, "up")
-            host.run("ip", "link", "set", "lo", "up")
-        yield hosts
-    finally:
-        for host in made:
-            for pid in host.pids():
-                os.kill(pid, signal.SIGKILL)
-            ip("netns", "delete", host.namespace)  # the interface goes with it
-
-
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
-    if shutil.which("ip") is None:
-        pytest.skip("the program `ip` is not installed")
-    try:
-        ip("netns", "add", f"meshwright{os.getpid()}")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
-    ip("netns", "delete", f"meshwright{os.getpid()}")
+    reason = why_no_hosts()
+    if reason:
+        pytest.skip(f"network namespaces are not allowed here: {reason}")
     with two_hosts() as made:
         yield made
 
 
 def torchrun(host: Host, first: Host, folder: Path) -> subprocess.Popen[str]:
     """An agent with one worker on `host`, as a user starts it there."""
-    command = ["ip", "netns", "exec", host.namespace, sys.executable, "-m", "torch.distributed.run"]
+    command = host.command(sys.executable, "-m", "torch.distributed.run")
     command += ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
     command += [f"--rdzv-endpoint={first.address}:29400", "--rdzv-id=two", f"--local-addr={host.address}"]
     # Said aloud: the name of this machine leads to none of the two addresses.
