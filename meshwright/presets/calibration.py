@@ -79,7 +79,14 @@ def limited(fit: Calibration) -> Calibration:
     )
 
 
-_TABLE = {"a100-80": _A100, "a100-40": _A100, "h100": _H100, "h200": _H100, "h100-96": limited(_H100)}
+_TABLE = {
+    "a100-80": _A100,
+    "a100-40": _A100,
+    "h100": _H100,
+    "h200": _H100,
+    "h800": _H100,
+    "h100-96": limited(_H100),
+}
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,10 @@ _PARTS = {
     "v100-16": _Part(80, _A100),
     "b200": _Part(148, _H100, 0.776, 0.763),
     "gb200": _Part(148, _H100, 0.729, 0.723),
+    "b300": _Part(148, _H100, 0.786, 0.745),
+    # Not measured: as the part with less memory.
+    "gb300": _Part(148, _H100, 0.729, 0.723),
+    "h100-pcie": _Part(114, _H100),
     "mi250x": _Part(110, _A100),
     "mi300x": _Part(304, _H100, 0.511),
     "l4": _Part(58, _A100),

@@ -19,6 +19,10 @@ from meshwright.presets import MACHINES, find_machine, machine_of_device
         ("Tesla V100-SXM2-16GB", "v100-16"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300", "b300"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H800", "h800"),
         ("AMD Instinct MI250X", "mi250x"),
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA L4", "l4"),
@@ -35,11 +39,10 @@ def test_device_names_that_torch_reports(device_name: str, machine: str) -> None
 @pytest.mark.parametrize(
     "device_name",
     [
-        "NVIDIA H100 PCIe",
+        "NVIDIA H800 PCIe",
         "NVIDIA H100 NVL",
         "NVIDIA H200 NVL",
         "NVIDIA GH200 480GB",
-        "NVIDIA H800",
         "NVIDIA A100 80GB PCIe",
         "NVIDIA A100-PCIE-40GB",
         "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
