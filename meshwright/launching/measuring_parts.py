@@ -27,7 +27,7 @@ from meshwright.presets.host import BlockTime, PartTime
 from meshwright.simulation.host_keys import AttendShape, BlockShape, HeadShape
 
 _SHORTEST_SECONDS = 0.02
-_REPEATS, _IN_A_GROUP = 5, 4
+_REPEATS = 5
 _SWEPT_NUMEL = 1 << 21
 
 
@@ -46,7 +46,9 @@ def seconds_of(call: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def seconds_between(call: Callable[[], object], between: Callable[[], object]) -> float:
+def seconds_between(
+    call: Callable[[], object], between: Callable[[], object], *, in_a_group: int = 4
+) -> float:
     """Processor seconds of one call after `between`, which is not counted: the median of means of a few calls.
 
     In a step, collectives and all that Python does find their memory and code out of the caches, and other ranks a
@@ -56,21 +58,21 @@ def seconds_between(call: Callable[[], object], between: Callable[[], object]) -
     found = []
     for _ in range(_REPEATS):
         spent = 0.0
-        for _ in range(_IN_A_GROUP):
+        for _ in range(in_a_group):
             between()
             start = time.process_time()
             call()
             spent += time.process_time() - start
-        found.append(spent / _IN_A_GROUP)
+        found.append(spent / in_a_group)
     return statistics.median(found)
 
 
 def as_a_step(*tensors: Tensor) -> Callable[[], None]:
     """Some milliseconds of products, more memory than a core's own caches hold, and last `tensors`, are written."""
-    left, right, others = torch.ones(512, 512), torch.ones(512, 1024), torch.zeros(_SWEPT_NUMEL)
+    left, others = torch.ones(512, 512), torch.zeros(_SWEPT_NUMEL)
 
     def between() -> None:
-        left @ right
+        left @ left
         for tensor in (others, *tensors):
             tensor.add_(1.0)
 
