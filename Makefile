@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BROWSER := $(VENV)/.browser
 
 .PHONY: install demo train test parity lint benchmark clean
 install: $(STAMP)
@@ -13,13 +14,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m compileall -q meshwright  # so that no process of a run compiles it anew
 	@touch $@
 
+# Where neither is there, tests in a browser skip; nothing else needs one.
+$(BROWSER): $(STAMP)
+	@if command -v chromium || command -v google-chrome; then touch $@; \
+	elif $(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'; then touch $@; \
+	else echo "PyQt6-WebEngine cannot be installed here, and no Chromium is on the path: tests in a browser will skip"; fi
+
 demo: $(STAMP)      ## a language model learns from real text on 2 local processes (< 60 s)
 	$(BIN)/meshwright demo
 
 train: $(STAMP)     ## a transformer that beats n-gram tables (<= 10 min on 2 cores)
 	$(BIN)/meshwright train examples/stdlib.toml
 
-test: $(STAMP)      ## lint, types and all tests (< 8 min on 2 cores)
+test: $(STAMP) $(BROWSER)  ## lint, types and all tests (< 8 min on 2 cores)
 	$(BIN)/ruff check meshwright tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile

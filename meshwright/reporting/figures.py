@@ -16,7 +16,7 @@ from meshwright.reporting.figure import NO_RESULT, Figure, Missing
 from meshwright.reporting.predicted import prediction
 from meshwright.reporting.reading import RunData, is_number
 from meshwright.reporting.suggestions import suggestions
-from meshwright.reporting.svg import Bar, bars, curve
+from meshwright.reporting.svg import Bar, bars, count_bars, curve
 from meshwright.reporting.timeline import schedule
 
 MOST_POINTS = 400
@@ -73,7 +73,7 @@ def memory(data: RunData) -> Figure | Missing:
         bars(groups, label=title),
         ("category", "predicted bytes", "measured bytes"),
         tuple(rows),
-        num_marks=sum(map(len, groups.values())),
+        num_marks=count_bars(groups),
     )
 
 
@@ -92,15 +92,16 @@ def peaks(data: RunData) -> Figure | Missing:
             (f"median of {len(rows)} ranks", middle),
             ("most: " + by_size[-1][0], by_size[-1][1]),
         ]
+    groups = {name: [Bar("measured", float(value), _bytes(value))] for name, value in rows}
     return Figure(
         anchor,
         title,
         "What each process (on a GPU: its allocator) held at most; one bar much longer than the others is a rank that "
         "runs out of memory first.",
-        bars({name: [Bar("measured", float(value), _bytes(value))] for name, value in rows}, label=title),
+        bars(groups, label=title),
         ("rank", "bytes"),
         tuple(rows),
-        num_marks=len(rows),
+        num_marks=count_bars(groups),
     )
 
 
@@ -122,22 +123,19 @@ def breakdown(data: RunData) -> Figure | Missing:
         ("computed again, at peak", (executed - mfu) * seconds),
         ("all else", (1 - executed) * seconds),
     )
+    groups = {
+        name: [Bar("measured", value, f"{value:.4g} s · {value / seconds:.1%}")] for name, value in rows
+    }
     return Figure(
         anchor,
         title,
         f"The median step of {seconds:.4g} s: what the model's FLOPs (and those of recomputation) would take at the "
         "device's peak; all else is kernels below peak, communication, waiting and the host, which this run did not "
         "record apart.",
-        bars(
-            {
-                name: [Bar("measured", value, f"{value:.4g} s · {value / seconds:.1%}")]
-                for name, value in rows
-            },
-            label=title,
-        ),
+        bars(groups, label=title),
         ("part", "seconds"),
         rows,
-        num_marks=len(rows),
+        num_marks=count_bars(groups),
     )
 
 
@@ -164,7 +162,7 @@ def communication(data: RunData) -> Figure | Missing:
         bars(groups, label=title),
         ("group", "operation", "calls", "bytes"),
         rows,
-        num_marks=len(rows),
+        num_marks=count_bars(groups),
     )
 
 
@@ -283,7 +281,7 @@ def verification(data: RunData) -> Figure | Missing:
         bars(groups, label=title),
         ("check", "result", "compared", "worst relative difference", "first wrong"),
         rows,
-        num_marks=len(rows),
+        num_marks=count_bars(groups),
     )
 
 

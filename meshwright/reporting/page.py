@@ -34,11 +34,15 @@ nav a { margin-right: .8rem; } a { color: var(--measured); }
 .run { min-width: 0; }
 .row { display: grid; align-items: start; gap: 0 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); }
+.absent { grid-column: 1 / -1; } .row { grid-auto-flow: dense; }
 section { min-width: 0; margin: 1.2rem 0; break-inside: avoid; }
 .help, .missing { color: var(--soft); margin: 0 0 .6rem; font-size: .9rem; overflow-wrap: anywhere; }
 svg { display: block; max-width: 100%; } svg text { fill: var(--ink); font-size: 13px; }
 svg .tick { font-size: 11px; fill: var(--soft); } svg .grid { stroke: var(--grid); }
 .predicted { fill: var(--predicted); } .measured { fill: var(--measured); } .wrong { fill: var(--wrong); }
+/* A bar of anything at all is seen. */
+rect.predicted { stroke: var(--predicted); } rect.measured { stroke: var(--measured); }
+rect.wrong { stroke: var(--wrong); }
 .line { fill: none; stroke: var(--measured); stroke-width: 2; vector-effect: non-scaling-stroke; }
 .point { fill: var(--wrong); } .box { stroke: var(--page); stroke-width: .5; }
 .F { fill: var(--measured); } .B, .I { fill: var(--backward); } .W { fill: var(--weight); }

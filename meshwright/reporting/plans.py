@@ -6,7 +6,8 @@ the page that it stands in; the schedule and the front have their own ground. Kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from types import MappingProxyType
@@ -106,11 +107,13 @@ def _bar(item: Plan, usable: float) -> str:
 
 # Time against memory.
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 320, 60, 20, 30, 40
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 320, 60, 20, 40, 40
+_NEAR = 14
+_MOST_TICKS = 5
 
 
 def draw_front(found: Plans) -> Picture:
-    """A point a layout of the front, joined by steps; plans with their numbers."""
+    """A point a layout of the front, joined by a line; plans with their numbers."""
     front = found.front
     numbered = [
         Priced(item.layout, item.predicted.step.total, item.predicted.memory.peak) for item in found.plans
@@ -120,15 +123,20 @@ def draw_front(found: Plans) -> Picture:
     across = _scale(times, _LEFT, _WIDTH - _RIGHT)
     up = _scale(sizes, _HEIGHT - _BOTTOM, _TOP)
     places = [(across.at(item.seconds), up.at(item.bytes / _GIB)) for item in front]
-    points = "".join(
+    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    points = f'<polyline points="{joined}" fill="none" stroke="#0072b2" stroke-opacity=".4"/>' + "".join(
         f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#0072b2">'
         f"<title>{escape(_said(item))}</title></circle>"
         for (x, y), item in zip(places, front, strict=True)
     )
-    numbers = "".join(
-        f'<text x="{across.at(item.seconds):.1f}" y="{up.at(item.bytes / _GIB) - 8:.1f}" text-anchor="middle" '
-        f'fill="#a03c00">{number}<title>{escape(_said(item))}</title></text>'
-        for number, item in enumerate(numbered, start=1)
+    rings = "".join(
+        f'<circle cx="{across.at(item.seconds):.1f}" cy="{up.at(item.bytes / _GIB):.1f}" r="4" fill="none" '
+        f'stroke="#a03c00"/>'
+        for item in numbered
+    )
+    numbers = rings + "".join(
+        f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle" fill="#a03c00">{text}</text>'
+        for text, x, y in _labels(numbered, across, up)
     )
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
@@ -137,6 +145,19 @@ def draw_front(found: Plans) -> Picture:
     )
     rows = tuple((item.seconds, item.bytes, plan_keys(item.layout)) for item in front)
     return Picture(svg, tuple(map(_said, front)), ("step_seconds", "peak_bytes", "keys"), rows)
+
+
+def _labels(numbered: Sequence[Priced], across: _Scale, up: _Scale) -> Iterator[tuple[str, float, float]]:
+    """Numbers of plans with their places; those too near to each other share one."""
+    groups: list[tuple[list[int], float, float]] = []
+    for number, item in enumerate(numbered, start=1):
+        x, y = across.at(item.seconds), up.at(item.bytes / _GIB)
+        near = [one for one in groups if abs(one[1] - x) < _NEAR * len(one[0]) and abs(one[2] - y) < _NEAR]
+        if near:
+            near[0][0].append(number)
+        else:
+            groups.append(([number], x, y))
+    return ((",".join(map(str, numbers)), x, y) for numbers, x, y in groups)
 
 
 def _said(item: Priced) -> str:
@@ -169,10 +190,10 @@ def _axes(across: _Scale, up: _Scale) -> str:
     floor, middle = _HEIGHT - _BOTTOM, (_LEFT + _WIDTH - _RIGHT) / 2
     lines = f'<path d="M{_LEFT} {_TOP}V{floor}H{_WIDTH - _RIGHT}" fill="none" stroke="#808080"/>'
     ticks = "".join(
-        f'<text x="{across.at(value):.1f}" y="{floor + 16}" text-anchor="middle" {ink}>{value:.3g}</text>'
+        f'<text x="{across.at(value):.1f}" y="{floor + 16}" text-anchor="middle" {ink}>{value:.6g}</text>'
         for value in _ticks(across)
     ) + "".join(
-        f'<text x="{_LEFT - 6}" y="{up.at(value) + 4:.1f}" text-anchor="end" {ink}>{value:.3g}</text>'
+        f'<text x="{_LEFT - 6}" y="{up.at(value) + 4:.1f}" text-anchor="end" {ink}>{value:.6g}</text>'
         for value in _ticks(up)
     )
     names = (
@@ -182,8 +203,13 @@ def _axes(across: _Scale, up: _Scale) -> str:
     return lines + ticks + names
 
 
-def _ticks(scale: _Scale) -> tuple[float, ...]:
-    return tuple(scale.low + part * (scale.high - scale.low) for part in (0.1, 0.5, 0.9))
+def _ticks(scale: _Scale) -> list[float]:
+    """Round numbers in its range, at most five."""
+    rough = (scale.high - scale.low) / _MOST_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    first = math.ceil(scale.low / step)
+    return [step * number for number in range(first, math.floor(scale.high / step) + 1)]
 
 
 # A schedule over time.

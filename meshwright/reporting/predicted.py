@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.reporting.figure import NO_RESULT, Figure, Missing
 from meshwright.reporting.reading import RunData
-from meshwright.reporting.svg import Bar, bars
+from meshwright.reporting.svg import Bar, bars, count_bars
 
 
 def prediction(data: RunData) -> Figure | Missing:
@@ -41,5 +41,5 @@ def prediction(data: RunData) -> Figure | Missing:
         bars(groups, label=title),
         ("what", "predicted", "measured"),
         tuple(rows),
-        num_marks=sum(map(len, groups.values())),
+        num_marks=count_bars(groups),
     )

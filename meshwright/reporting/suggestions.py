@@ -7,21 +7,27 @@ median step, so that what is priced wrongly of both cancels.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
+from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner.asking import ask
 from meshwright.planner.changes import Change, best_changes, layout_of_plan
 from meshwright.planner.request import Request
-from meshwright.presets.machines import MACHINES
+from meshwright.presets.machines import MACHINES, Machine
 from meshwright.reporting.figure import NO_RESULT, Figure, Missing
 from meshwright.reporting.reading import RunData
-from meshwright.reporting.svg import Bar, bars
-from meshwright.simulation.job import Layout
+from meshwright.reporting.svg import Bar, bars, count_bars
+from meshwright.simulation.job import Cluster
 from meshwright.simulation.prediction import predict
 from meshwright.simulation.reading import make_cluster
 
 _ANCHOR, _TITLE = "suggestions", "What to change next"
 _GIB = 2**30
+_OTHER_DEVICES = (
+    "its devices are none that the cost model knows from published runs. Of processes of a host that "
+    "`meshwright doctor --measure` has measured, `meshwright plan run.toml` says which plan is faster."
+)
 _READ = ("model", "data", "train")
 
 
@@ -30,10 +36,12 @@ def suggestions(data: RunData) -> Figure | Missing:
     result, plan = data.result, data.plan
     if result is None or plan is None or not result.get("step_seconds_median"):
         return Missing(_ANCHOR, _TITLE, NO_RESULT)
-    layout = layout_of_plan(plan)
+    machine, layout = _machine(result), layout_of_plan(plan)
+    if machine is None:
+        return Missing(_ANCHOR, _TITLE, _OTHER_DEVICES)
     if layout is None:
         return Missing(_ANCHOR, _TITLE, f"no price is known of {plan.describe()}.")
-    request = _request(data, layout)
+    request = _request(data, make_cluster(machine, layout.num_devices))
     if isinstance(request, str):
         return Missing(_ANCHOR, _TITLE, request)
     seconds = float(result["step_seconds_median"])
@@ -54,7 +62,7 @@ def suggestions(data: RunData) -> Figure | Missing:
         bars(groups, label=_TITLE),
         ("change", "predicted part of a step", "seconds", "GiB of memory more"),
         rows,
-        num_marks=len(rows),
+        num_marks=count_bars(groups),
     )
 
 
@@ -64,21 +72,20 @@ def _row(change: Change, seconds: float, peak: float) -> tuple[str, float, float
     return text, round(change.gain, 4), round(change.gain * seconds, 6), round(more, 2)
 
 
-def _request(data: RunData, layout: Layout) -> Request | str:
+def _machine(result: Mapping[str, Any]) -> Machine | None:
+    """The run's devices, where the cost model knows them."""
+    name = str(result.get("mfu_peak") or "").split(" ")[0]
+    return next((item for item in MACHINES if item.name == name and name != "cpu"), None)
+
+
+def _request(data: RunData, cluster: Cluster) -> Request | str:
     """The planner's question, or why there is none."""
-    name = str((data.result or {}).get("mfu_peak") or "").split(" ")[0]
-    machine = next((item for item in MACHINES if item.name == name and name != "cpu"), None)
-    if machine is None:
-        return (
-            "its devices are none that the cost model knows from published runs. Of processes of a host that "
-            "`meshwright doctor --measure` has measured, `meshwright plan run.toml` says which plan is faster."
-        )
     sections: dict[str, dict[str, object]] = {}
     for setting in data.settings:
         section, _, key = setting.key.partition(".")
         if section in _READ and "." not in key:
             sections.setdefault(section, {})[key] = tomllib.loads(f"value = {setting.value}")["value"]
     try:
-        return ask(sections, {}, cluster=make_cluster(machine, layout.num_devices))
+        return ask(sections, {}, cluster=cluster)
     except MeshwrightError as error:
         return f"the planner cannot ask about this run: {error.message}"

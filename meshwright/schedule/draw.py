@@ -71,9 +71,10 @@ def summary(schedule: Schedule, durations: Durations) -> str:
     peaks = peak_in_flight(schedule)
     kept = f"{peaks[0]}" if len(set(peaks)) == 1 else " ".join(map(str, peaks))
     stages = "" if schedule.num_stages == schedule.num_ranks else f" · {schedule.num_stages} stages"
+    ranks = "1 rank" if schedule.num_ranks == 1 else f"{schedule.num_ranks} ranks"
     batches = "micro-batch" if schedule.num_microbatches == 1 else "micro-batches"
     return (
-        f"{schedule.name} · {schedule.num_ranks} ranks{stages} · {schedule.num_microbatches} {batches} · "
+        f"{schedule.name} · {ranks}{stages} · {schedule.num_microbatches} {batches} · "
         f"bubble {bubble_of(schedule, durations):.1%} of the step · activations kept {kept}"
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from itertools import pairwise
 
 import pytest
 
@@ -11,6 +13,7 @@ from meshwright.reporting.figure import Figure, Missing
 from meshwright.reporting.figures import MOST_POINTS, figures_of
 from meshwright.reporting.page import as_page
 from meshwright.reporting.reading import read_run
+from meshwright.reporting.svg import Bar, bars, count_bars
 from meshwright.reporting.timeline import MOST_BOXES
 from meshwright.reporting.verdict import verdict
 from meshwright.schedule.catalogue import make_schedule
@@ -75,6 +78,27 @@ def test_bars_are_as_long_as_their_values(page):
     assert page.sections["communication"].widths == pytest.approx([100, 300 / 7], abs=0.01)
     # 0.4 of the step for the model, 0.1 again, the rest: all relative to the longest.
     assert page.sections["breakdown"].widths == pytest.approx([80, 20, 100], abs=0.01)
+
+
+def test_a_run_of_one_step_has_points_and_equal_values_one_label(tmp_path):
+    page = as_page([read_run(make_folder(tmp_path / "one", num_steps=1))])
+    drawn = Page(page).sections["loss"]
+    assert (drawn.points, drawn.marks) == (0, 2)  # a line of one point would not be seen
+    figures = {figure.anchor: figure for figure in figures_of(read_run(make_folder(tmp_path / "six")))}
+    assert figures["learning-rate"].drawing.count(">0.001</text>") == 1
+    assert figures["loss"].drawing.count(">3</text>") == figures["loss"].drawing.count(">5.5</text>") == 1
+
+
+def test_names_and_values_that_a_phone_has_no_room_for_stand_below_each_other():
+    short, long = [Bar("measured", 1.0, "1 s")], [Bar("predicted", 0.0, "nothing")]
+    drawing = bars({"a, b": short, "word " * 15: long}, label="times")
+    heights = re.findall(r'<text x="(\w+%?)" y="(\d+)"[^>]*>([^<]*)<', drawing)
+    assert [(x, text) for x, _, text in heights] == [
+        ("0", "a, b"), ("100%", "1 s"), ("0", "word " * 8 + "word"), ("0", "word " * 5 + "word"), ("100%", "nothing"),
+    ]  # fmt: skip
+    places = [int(y) for _, y, _ in heights]
+    assert all(after - before >= 16 for before, after in pairwise(places))
+    assert drawing.count("<rect") == count_bars({"a": short, "b": long}) == 1
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "dualpipe"])

@@ -45,7 +45,11 @@ def test_the_table_has_a_bar_of_memory_a_plan(found):
 def test_the_front_has_a_point_a_layout_and_plans_their_numbers(found):
     picture = draw_front(found)
     drawing = tree.fromstring(picture.svg)
-    points = [(float(mark.get("cx")), float(mark.get("cy"))) for mark in drawing.iter(f"{NAMESPACE}circle")]
+    points = [
+        (float(mark.get("cx")), float(mark.get("cy")))
+        for mark in drawing.iter(f"{NAMESPACE}circle")
+        if mark.get("class") == "mark"
+    ]
     assert len(points) == len(found.front) == len(picture.rows) > 3
     times = [item.seconds for item in found.front]
     # In proportion: a third point lies between two others as its time does.
@@ -54,7 +58,8 @@ def test_the_front_has_a_point_a_layout_and_plans_their_numbers(found):
         assert x == pytest.approx(points[0][0] + part * (points[-1][0] - points[0][0]), abs=0.2)
     assert [y for _, y in points] == sorted(y for _, y in points)  # less memory lies further down
     numbers = [mark.text for mark in drawing.iter(f"{NAMESPACE}text") if mark.get("fill") == "#a03c00"]
-    assert numbers == ["1", "2", "3", "4", "5"]
+    assert sorted(",".join(numbers).split(",")) == ["1", "2", "3", "4", "5"]
+    assert "2,3,5" in numbers  # their places are too near to each other
     assert picture.lines[0].endswith("tp2 · cp2 ring · zero3x32 · micro 1")
 
 
