@@ -8,8 +8,9 @@ from __future__ import annotations
 import csv
 import gzip
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -17,17 +18,26 @@ import typer
 
 from meshwright.cli.output import print_json
 from meshwright.errors import EXIT_DOES_NOT_FIT, ConfigError, writing
-from meshwright.presets import find_model
+from meshwright.launching.plan import read_model
+from meshwright.launching.this_host import located
+from meshwright.planner.asking import job_of
+from meshwright.planner.request import Request
+from meshwright.planner.rules import NOTHING_TO_SHARE, refuse_layout, refuse_mesh
 from meshwright.schedule.draw import as_svg
 from meshwright.simulation.job import Cluster, Layout, Workload, check_job, num_microbatches
 from meshwright.simulation.pipeline import planned_pipeline
-from meshwright.simulation.prediction import Prediction, predict
+from meshwright.simulation.prediction import Prediction, percent_text, predict
 from meshwright.simulation.published import Row
-from meshwright.simulation.reading import layout_of, parse_cluster, parse_layout, read_run
+from meshwright.simulation.reading import layout_of, parse_layout, read_run
 from meshwright.simulation.scoring import Calls, Errors, calls, errors_by_source, score_rows, skipped
 from meshwright.simulation.trace import as_trace
+from meshwright.training.config import default_cache_dir
 
 _SHIPPED = "published_runs.csv"
+_DIMENSIONS = (
+    *("dp", "tp", "pp", "cp", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "micro_batch"),
+    *("cp_kind", "half_layers"),
+)
 _NEEDED = ("hardware", "gpus", "hidden", "layers", "seq_len", "global_batch")
 
 
@@ -51,10 +61,12 @@ def simulate(  # noqa: PLR0913 - each is an option of the command
     if published is not None:
         _price_table(published, out, json_output=json_output)
         return
-    if source is None or not (cluster or source.endswith(".toml")):
+    if source is None:
         raise ConfigError("E282", "simulate needs a model and --cluster, e.g. gpt3-175b --cluster 1024xa100")
     work, layout, where = _read(source, cluster, plan, seq=seq, batch=batch)
     check_job(work, layout, where)
+    _check_rules(work, layout, where)
+    where = _at_home(work, layout, where)
     found = predict(work, layout, where)
     warnings = _warnings(found, work, where)
     drawn = _draw(work, layout, where, svg=svg, trace=trace) if svg or trace else {}
@@ -93,31 +105,43 @@ def _read(
     source: str, cluster: str, plan: str, *, seq: int | None, batch: str | None
 ) -> tuple[Workload, Layout, Cluster]:
     run = read_run(Path(source)) if source.endswith(".toml") else {}
-    keys = run.get("plan", {})
-    where = parse_cluster(cluster or str(keys.get("cluster", "")))
-    name = str(run.get("model", {}).get("source", source)).removeprefix("preset:")
-    model = find_model(name)
-    if not model.num_heads:
-        raise ConfigError(
-            "E283", f"{model.name} is a {model.family}: only transformers are priced; take gpt-nano"
-        )
-    tokens = seq or run.get("data", {}).get("seq_len") or model.max_seq_len
-    size = batch or run.get("train", {}).get("global_batch") or where.num_devices
-    start = Layout(micro_batch=1)
-    layout = layout_of(keys, start=start, num_devices=where.num_devices)
+    section = run.get("model", {})
+    named = str(section.get("source", "preset:gpt-nano")) if run else source
+    # Files and presets are read without running anything; what a py: model is, its process says.
+    sections, model = read_model(named.removeprefix("hf:") if named.startswith("hf:") else named)
+    keys = {**run.get("plan", {}), **({"cluster": cluster} if cluster else {})}
+    about = {**run, "model": {**section, **sections.get("model", {})}}
+    work, where = job_of(about, keys, seq=seq, batch=batch, model=model)
+    precision = "fp32" if where.machine.name == "cpu" else "bf16"
+    layout = layout_of(keys, start=Layout(micro_batch=1, precision=precision), num_devices=where.num_devices)
     if plan:
         layout = parse_layout(plan, start=layout, num_devices=where.num_devices)
-    work = Workload(model, _sequences(tokens, "--seq"), _sequences(size, "--batch"))
     if layout.precision == "fp8" and "fp8" not in where.machine.flops:
         raise ConfigError("E283", f"plan.precision='fp8': {where.machine.name} has no fp8; take bf16")
     return work, layout, where
 
 
-def _sequences(value: object, option: str) -> int:
-    text = str(value).split()[0] if str(value).split() else ""
-    if not text.isdigit() or int(text) == 0:
-        raise ConfigError("E283", f'{option}={value!r}: write a whole number, e.g. 512 or "512 sequences"')
-    return int(text)
+def _check_rules(work: Workload, layout: Layout, where: Cluster) -> None:
+    """The rules by which a search refuses layouts, but for the batch, which W282 is about; E281 with this layout's
+    numbers."""
+    taken = layout.dp * layout.micro_batch * num_microbatches(work, layout)
+    degrees = {"tp": layout.tp, "hsdp": layout.shard // layout.cp}
+    request = Request(replace(work, global_batch=taken), where, degrees)
+    refused = refuse_mesh(request, layout) or refuse_layout(request, layout)
+    # Sharing over one rank is no plan that anybody searches for, and harmless.
+    if refused is not None and refused.reason != NOTHING_TO_SHARE:
+        raise ConfigError(
+            "E281", f"{refused.detail} ({refused.reason}); `meshwright plan` finds degrees that are legal"
+        )
+
+
+def _at_home(work: Workload, layout: Layout, where: Cluster) -> Cluster:
+    """This host as it was measured, where its processes are the cluster; measured for this plan if torch is here."""
+    if where.machine.name != "cpu":
+        return where
+    fixed = {**{name: getattr(layout, name) for name in _DIMENSIONS}, "hsdp": layout.shard // layout.cp}
+    request = Request(work, where, fixed, base=layout)
+    return located(request, default_cache_dir(), measures=find_spec("torch") is not None).cluster
 
 
 def _warnings(found: Prediction, work: Workload, where: Cluster) -> list[str]:
@@ -153,7 +177,7 @@ def _text(found: Prediction, work: Workload, where: Cluster) -> str:
         f"plan     {degrees} · {own.schedule} · micro {own.micro_batch} x {found.num_microbatches} · "
         f"recompute {own.recompute}",
         f"step     {step.total:.3g} s · {found.tokens_per_second_per_device:,.0f} tokens/s a device · "
-        f"MFU {100 * found.mfu:.1f} % · HFU {100 * found.hfu:.1f} %",
+        f"MFU {percent_text(found.mfu)} · HFU {percent_text(found.hfu)}",
         "         " + " · ".join(f"{key} {value:.3g} s" for key, value in seconds.items()),
         f"memory   {memory.peak / 2**30:.1f} GiB of {where.machine.memory_bytes / 2**30:.0f}",
         "         " + " · ".join(f"{key} {value / 2**30:.2f} GiB" for key, value in held.items()),

@@ -73,7 +73,7 @@ def plan(model: Model, **options: Unpack[PlanOptions]) -> PlanResult:
 
 def question_of(model: Model, **options: Unpack[PlanOptions]) -> Request:
     """The question, with nothing known of this host; raises as `plan` does."""
-    sections, shape = _read(model)
+    sections, shape = read_model(model)
     keys = {"cluster": options.get("cluster"), "memory_headroom": options.get("headroom")}
     given = {key: str(value) for key, value in keys.items() if value not in (None, "")}
     batch = options.get("global_batch")
@@ -98,7 +98,7 @@ def name_of(model: Model) -> str:
     return f"py:{getattr(model, '__module__', '__main__')}:{named}"
 
 
-def _read(model: Model) -> tuple[Sections, ModelPreset | None]:
+def read_model(model: Model) -> tuple[Sections, ModelPreset | None]:
     """A run's sections, and the shape of a model that only Python knows."""
     if isinstance(model, RunConfig):
         values = model.model_dump(mode="json", exclude_unset=True)

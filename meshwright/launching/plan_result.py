@@ -64,8 +64,8 @@ class PlanEntry:
         return asdict(self.found.predicted.step)
 
     @property
-    def mfu(self) -> float:
-        """FLOPs of the model over the devices' peak."""
+    def mfu(self) -> float | None:
+        """FLOPs of the model over the devices' peak; None on hosts that were measured, whose peak is not known."""
         return self.found.predicted.mfu
 
     @property

@@ -82,18 +82,7 @@ def ask(
         PlanError: E286.
     """
     keys = {**sections.get("plan", {}), **given}
-    where = cluster or parse_cluster(_cluster_text(keys))
-    model = model or model_of(sections.get("model", {}))
-    if not model.num_heads or model.num_experts:
-        what = f"a {model.family}" if not model.num_heads else "a model with experts"
-        raise ConfigError(
-            "E283",
-            f"{model.name} is {what}: only dense transformers are priced and planned; take one of their presets, e.g. "
-            "llama-3.1-8b, or the config.json of one",
-        )
-    length = seq or sections.get("data", {}).get("seq_len") or model.max_seq_len
-    size = batch or sections.get("train", {}).get("global_batch") or where.num_devices
-    work = Workload(model, _number(length, "--seq"), _number(size, "--batch"))
+    work, where = job_of(sections, keys, seq=seq, batch=batch, cluster=cluster, model=model)
     for key in _NOT_PRICED:
         if keys.get(key) not in (None, "flat", "none", "native"):
             raise ConfigError(
@@ -106,6 +95,30 @@ def ask(
     return make_request(work, where, fixed, headroom=DEFAULT_HEADROOM if free is None else part_of(free))
 
 
+def job_of(
+    sections: Sections,
+    keys: Mapping[str, object],
+    *,
+    seq: int | None = None,
+    batch: str | None = None,
+    cluster: Cluster | None = None,
+    model: ModelPreset | None = None,
+) -> tuple[Workload, Cluster]:
+    """The model with its batch, and where; `keys` are of a plan, the rest is as for `ask`."""
+    where = cluster or parse_cluster(_cluster_text(keys))
+    model = model or model_of(sections.get("model", {}))
+    if not model.num_heads or model.num_experts:
+        what = f"a {model.family}" if not model.num_heads else "a model with experts"
+        raise ConfigError(
+            "E283",
+            f"{model.name} is {what}: only dense transformers are priced and planned; take one of their presets, e.g. "
+            "llama-3.1-8b, or the config.json of one",
+        )
+    length = seq or sections.get("data", {}).get("seq_len") or model.max_seq_len
+    size = batch or sections.get("train", {}).get("global_batch") or where.num_devices
+    return Workload(model, _number(length, "--seq"), _number(size, "--batch")), where
+
+
 def _cluster_text(keys: Mapping[str, object]) -> str:
     """`plan.cluster`; without one, the processes of the run on this machine."""
     if keys.get("cluster"):
@@ -113,7 +126,7 @@ def _cluster_text(keys: Mapping[str, object]) -> str:
     if not keys.get("processes"):
         raise ConfigError(
             "E282",
-            "plan needs --cluster, e.g. --cluster 64xh100 (in Python cluster='64xh100'), or plan.cluster or "
+            "there is no --cluster, e.g. --cluster 64xh100 (in Python cluster='64xh100'), or plan.cluster or "
             "plan.processes in the run file",
         )
     return f"{keys['processes']}xcpu"

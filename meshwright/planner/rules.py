@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from meshwright.planner.request import Request
 from meshwright.simulation.job import Layout, num_microbatches
 
+NOTHING_TO_SHARE = "nothing to share"
 _ZERO_BUBBLE = ("zb-h1", "zb-h2", "zb-v", "dualpipe")
 _TWO_PARTS = ("zb-v", "dualpipe")
 
@@ -76,7 +77,7 @@ def refuse_layout(request: Request, layout: Layout) -> Rejection | None:
     """Why this layout on a legal mesh is not legal."""
     work, pp = request.work, layout.pp
     if layout.zero and layout.dp * layout.cp == 1:
-        return Rejection("nothing to share", f"zero={layout.zero} shares over dp x cp, which is 1")
+        return Rejection(NOTHING_TO_SHARE, f"zero={layout.zero} shares over dp x cp, which is 1")
     if layout.sequence_parallel and work.seq_len % (layout.cp * layout.tp):
         return Rejection(
             "sequence parallelism does not divide the sequence",

@@ -11,6 +11,7 @@ from meshwright.planner.cost import Cost, cost_of
 from meshwright.planner.plans import Plan, Plans, describe, rank_order
 from meshwright.presets.counts import num_parameters, short_count
 from meshwright.simulation.job import Cluster, num_microbatches
+from meshwright.simulation.prediction import percent_text
 
 _BAR = 9
 _GIB = 2**30
@@ -161,7 +162,7 @@ def _row(at: int, item: Plan, usable: float, cost: Cost | None, wide: int) -> st
     bar = "█" * filled + "░" * (_BAR - filled)
     return (
         f" {mark}{at + 1}{star}{describe(own.layout):{wide}s} {own.step.total:8.3g} s "
-        f"{own.tokens_per_second_per_device:9,.0f} {100 * own.mfu:5.1f}%  {bar} {peak:5.1f}{money}"
+        f"{own.tokens_per_second_per_device:9,.0f} {percent_text(own.mfu):>6s}  {bar} {peak:5.1f}{money}"
     )
 
 

@@ -80,7 +80,7 @@ def _row(number: int, item: Plan, request: Request) -> str:
         ("left", escape(describe(own.layout))),
         ("right", f"{own.step.total:.3g} s"),
         ("right", f"{own.tokens_per_second_per_device:,.0f}"),
-        ("right", f"{100 * own.mfu:.1f} %"),
+        ("right", percent_text(own.mfu)),
         ("left", _bar(item, request.usable_bytes)),
     )
     text = "".join(f'<td style="{_CELL}{side}">{cell}</td>' for side, cell in cells)

@@ -32,7 +32,8 @@ class Prediction:
         step: seconds, with parts.
         memory: bytes of the fullest rank, with parts.
         fits: whether they are less than the device has.
-        mfu: FLOPs of the model (attention's whole square) over peak and time.
+        mfu: FLOPs of the model (attention's whole square) over peak and time; None on hosts that were measured, whose
+            peak is not known.
         hfu: the same with what runs again counted.
         tokens_per_second_per_device: of the whole job.
         is_fitted: whether the machine's constants come from its own runs.
@@ -43,8 +44,8 @@ class Prediction:
     step: StepSeconds
     memory: PeakBytes
     fits: bool
-    mfu: float
-    hfu: float
+    mfu: float | None
+    hfu: float | None
     tokens_per_second_per_device: float
     is_fitted: bool
 
@@ -86,7 +87,7 @@ def predict(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration |
     memory = peak_bytes(work, layout, cluster) if host is None else host_peak(work, layout, host)
     machine = cluster.machine
     peak = machine.flops.get("bf16") or machine.flops.get("fp16") or machine.flops["fp32"]
-    mfu = model_flops(work) / (step.total * cluster.num_devices * peak)
+    mfu = None if host is not None else model_flops(work) / (step.total * cluster.num_devices * peak)
     again = {"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0}[layout.recompute]
     return Prediction(
         layout=layout,
@@ -95,7 +96,12 @@ def predict(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration |
         memory=memory,
         fits=memory.peak + _IN_PIECES * (memory.peak - memory.reserve) <= machine.memory_bytes * _USABLE,
         mfu=mfu,
-        hfu=mfu * (1 + again / 3),
+        hfu=None if mfu is None else mfu * (1 + again / 3),
         tokens_per_second_per_device=work.global_batch * work.seq_len / step.total / cluster.num_devices,
         is_fitted=fit.fitted or host is not None,
     )
+
+
+def percent_text(part: float | None) -> str:
+    """A part of 1 for people; a dash where it is not known."""
+    return "–" if part is None else f"{100 * part:.1f} %"

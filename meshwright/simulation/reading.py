@@ -6,6 +6,7 @@ Owns the keys of a plan that can be priced: those of `[plan]` in a run file, whi
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -91,29 +92,34 @@ def _from_file(path: Path) -> Cluster:
         what = f"unknown {', '.join(unknown)}" if unknown else "machine or devices is missing"
         raise ConfigError("E282", f"{path}: {what}; keys: {', '.join(sorted(known))}")
     machine = find_machine(str(values["machine"]))
-    cluster = make_cluster(
+    made = make_cluster(
         machine,
-        _number(values, "devices", path),
-        devices_per_node=_number(values, "devices_per_node", path, 0),
+        _whole(values, "devices", path, least=1),
+        devices_per_node=_whole(values, "devices_per_node", path),
     )
-    if "nic_gbit_per_second" in values:
-        cluster = replace(
-            cluster, nic_bytes_per_second=_number(values, "nic_gbit_per_second", path) * 1e9 / 8
-        )
+    own = made.nic_bytes_per_second
     return replace(
-        cluster,
-        oversubscription=float(_number(values, "oversubscription", path, 1)),
-        pod_devices=_number(values, "pod_devices", path, 0),
+        made,
+        nic_bytes_per_second=_rate(values, "nic_gbit_per_second", path, own * 8 / 1e9) * 1e9 / 8,
+        oversubscription=_rate(values, "oversubscription", path, 1.0),
+        pod_devices=_whole(values, "pod_devices", path),
     )
 
 
-def _number(values: Mapping[str, object], key: str, path: Path, default: int = 1) -> int:
-    value = values.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+def _whole(values: Mapping[str, object], key: str, path: Path, *, least: int = 0) -> int:
+    value = values.get(key, 0)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(
-            "E282", f"{path}: {key}={value!r} is not a whole number of at least 0; write e.g. 8"
+            "E282", f"{path}: {key}={value!r} is not a whole number of at least {least}; write e.g. 8"
         )
     return value
+
+
+def _rate(values: Mapping[str, object], key: str, path: Path, default: float) -> float:
+    value = values.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError("E282", f"{path}: {key}={value!r} is not a number above 0; write e.g. 2 or 0.5")
+    return float(value)
 
 
 def _read_toml(path: Path) -> dict[str, object]:
