@@ -28,7 +28,7 @@ from meshwright.simulation.job import Cluster, Layout, Workload, check_job, num_
 from meshwright.simulation.pipeline import planned_pipeline
 from meshwright.simulation.prediction import Prediction, percent_text, predict
 from meshwright.simulation.published import Row
-from meshwright.simulation.reading import layout_of, parse_layout, read_run
+from meshwright.simulation.reading import layout_of, parse_layout, plan_values, read_run
 from meshwright.simulation.scoring import Calls, Errors, calls, errors_by_source, score_rows, skipped
 from meshwright.simulation.trace import as_trace
 from meshwright.training.config import default_cache_dir
@@ -116,6 +116,9 @@ def _read(
     layout = layout_of(keys, start=Layout(micro_batch=1, precision=precision), num_devices=where.num_devices)
     if plan:
         layout = parse_layout(plan, start=layout, num_devices=where.num_devices)
+    if run and "micro_batch" not in {**keys, **plan_values(plan)}:
+        # As training takes it: all of a rank's samples at once.
+        layout = replace(layout, micro_batch=max(1, work.global_batch // layout.dp))
     if layout.precision == "fp8" and "fp8" not in where.machine.flops:
         raise ConfigError("E283", f"plan.precision='fp8': {where.machine.name} has no fp8; take bf16")
     return work, layout, where

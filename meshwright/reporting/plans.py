@@ -21,6 +21,7 @@ from meshwright.schedule.draw import as_svg, summary
 from meshwright.schedule.timing import run
 from meshwright.simulation.job import Layout, num_microbatches
 from meshwright.simulation.pipeline import pipeline_of
+from meshwright.simulation.prediction import percent_text
 
 # Colours that colour-blind people tell apart (Okabe and Ito, 2008), by what memory is of.
 COLOURS: Mapping[str, str] = MappingProxyType(

@@ -89,16 +89,19 @@ def test_the_shipped_table_is_priced_and_written(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["simulate", "gpt3-175b"], "E282", "simulate needs a model and --cluster"),
+        (["simulate", "gpt3-175b"], "E282", "there is no --cluster, e.g. --cluster 64xh100"),
         (["simulate", "gpt3-175b", "--cluster", "8xh100", "--plan", "dp=3"], "E280", "dp=3"),
         (
             ["simulate", "gpt3-175b", "--cluster", "8xh100", "--plan", "tp=3"],
             "E280",
             "tp=3 x pp=1 x cp=1 = 3 does not divide the 8 devices",
         ),
-        (["simulate", "mlp-digits", "--cluster", "8xh100"], "E283", "only transformers are priced"),
+        (["simulate", "mlp-digits", "--cluster", "8xh100"], "E283", "only dense transformers are priced"),
         ([*GPT3, "--plan", "precision=fp8"], "E283", "has no fp8"),
         ([*GPT3[:4], "--batch", "many"], "E283", "--batch='many': write a whole number"),
+        (["simulate", "mixtral-8x7b", "--cluster", "8xh100"], "E283", "a model with experts"),
+        ([*GPT3, "--plan", "tp=8,zero=1,hsdp=3"], "E281", "hsdp=3 does not divide dp="),
+        ([*GPT3, "--plan", "tp=8,pp=8,schedule=zb-h1,recompute=full"], "E281", "keeps what gradients"),
         (["simulate", "--published", "none.csv"], "E284", "cannot be read"),
     ],
 )
@@ -107,6 +110,22 @@ def test_mistakes_have_a_code_and_a_way_out(arguments, code, message):
     assert isinstance(error, ConfigError)
     assert error.code == code
     assert message in error.message
+
+
+def test_a_run_file_and_a_config_json_are_priced_as_training_runs_them(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        '[model]\nsource = "preset:gpt2-xl"\n[train]\nglobal_batch = 64\n[plan]\ncluster = "8xh100"\n'
+    )
+    code, text, _ = run("simulate", str(tmp_path / "run.toml"))
+    assert code == 0
+    assert "1024 tokens x 64 sequences" in text
+    assert "micro 8 x 1" in text
+    shape = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 1000}))
+    for place in (tmp_path, tmp_path / "config.json"):
+        code, text, _ = run("simulate", str(place), "--cluster", "8xh100")
+        assert code == 0
+        assert "2048 tokens x 8 sequences" in text
 
 
 def test_a_table_of_other_columns_is_refused(tmp_path):

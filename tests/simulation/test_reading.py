@@ -15,7 +15,7 @@ def test_a_cluster_is_a_count_and_a_machine():
 def test_a_cluster_is_a_file(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(
-        'machine = "h100"\ndevices = 2048\nnic_gbit_per_second = 400\noversubscription = 7\npod_devices = 1024\n'
+        'machine = "h100"\ndevices = 2048\nnic_gbit_per_second = 400.0\noversubscription = 7\npod_devices = 1024\n'
     )
     cluster = parse_cluster(str(path))
     assert cluster.nic_bytes_per_second == 50e9
@@ -35,6 +35,12 @@ def test_other_forms_are_refused(text):
         ("devices = 8\n", "machine or devices is missing"),
         ('machine = "h100"\ndevices = 8\ncards = 2\n', "unknown cards"),
         ('machine = "h100"\ndevices = "8"\n', "devices='8' is not a whole number"),
+        ('machine = "h100"\ndevices = 0\n', "devices=0 is not a whole number of at least 1"),
+        (
+            'machine = "h100"\ndevices = 8\noversubscription = 0\n',
+            "oversubscription=0 is not a number above 0",
+        ),
+        ('machine = "h100"\ndevices = 8\nnic_gbit_per_second = 0\n', "nic_gbit_per_second=0 is not"),
     ],
 )
 def test_files_with_other_keys_are_refused(tmp_path, text, message):
