@@ -148,6 +148,8 @@ class Run:
         self.executor: PipelineExecutor | None = None
         self.subject = subject_of(self.task, self.plan)
         self.schedules = budget_schedules(self.subject)
+        # Asked of the model as it is: one whose forwards are wrapped already cannot be copied without its engine.
+        executed = recompute_share(self.subject, schedules=self.schedules) if self.is_first else None
         self.pipeline = self._make_pipeline()
         self.ledger = self._predict(world)
         self.state = self._make_state()
@@ -170,7 +172,7 @@ class Run:
             self.peak,
             world_size=world.size,
             global_batch=self.plan.global_batch,
-            executed=recompute_share(self.subject, schedules=self.schedules) if self.is_first else None,
+            executed=executed,
         )
         self.progress = Progress()
         self.resumed: Resumed | None = None
