@@ -45,26 +45,26 @@ class Calibration:
 
 
 _A100 = Calibration(
-    matmul=0.783,
+    matmul=0.813,
     matmul_fp8=0.6,  # it has none
-    prologue=309.0,
-    memory=0.954,
-    attention=0.310,
-    gap_seconds=2.10e-6,
-    network=0.846,
-    overlap=0.519,
+    prologue=151.0,
+    memory=0.714,
+    attention=0.311,
+    gap_seconds=1.94e-6,
+    network=0.841,
+    overlap=0.5,
     num_units=108,
     node=0.77,
 )
 _H100 = Calibration(
-    matmul=0.614,
-    matmul_fp8=0.596,
-    prologue=249.0,
-    memory=0.708,
-    attention=0.194,
-    gap_seconds=2.18e-6,
+    matmul=0.616,
+    matmul_fp8=0.668,
+    prologue=227.0,
+    memory=0.698,
+    attention=0.193,
+    gap_seconds=2.0e-6,
     network=1.0,
-    overlap=0.826,
+    overlap=0.728,
     num_units=132,
     node=0.82,
 )

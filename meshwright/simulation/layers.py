@@ -6,7 +6,7 @@ one byte; layers that are not fused move 1.6 times as much. Attention written ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwright.presets.calibration import Calibration
@@ -19,6 +19,10 @@ _FLASH_BACKWARD = 2.5
 # A scale for the whole tensor: read 16 bits, write 8. For each row: read for the scales, and all of it again for the
 # transposed operand of backward, whose rows are others.
 _CAST_BYTES = {"fp8": 3.0, "fp8-rows": 10.0}
+# Where a launch waits for the end of its kernel, the device waits for the host before the next one: about 50
+# microseconds for a framework's operator, and about 28 of them forward in a layer that is written out.
+_BLOCKED_SECONDS = 50e-6
+_LAUNCHES = 28
 # FlashAttention-3 over FlashAttention-2 on H100 (arXiv 2407.08608: 1.5 to 2.0).
 _ENGINE_RATE = 1.6
 
@@ -91,7 +95,21 @@ def layer_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibra
     }[layout.recompute]
     tensor = _tensor_seconds(work, layout, cluster, fit, linear)
     context = _context_seconds(work, layout, cluster, fit, core[0])
-    return LayerSeconds(forward, inputs, linear.weights, again, tensor, context)
+    found = LayerSeconds(forward, inputs, linear.weights, again, tensor, context)
+    return _blocked(found, layout) if layout.blocking_launches else found
+
+
+def _blocked(layer: LayerSeconds, layout: Layout) -> LayerSeconds:
+    """A layer whose launches block: backward has two kernels for each of forward's, one of them for weights."""
+    host = _LAUNCHES * _BLOCKED_SECONDS
+    again = {"none": 0.0, "selective": 0.2, "half": 0.5, "full": 1.0}[layout.recompute] * host
+    return replace(
+        layer,
+        forward=layer.forward + host,
+        inputs=layer.inputs + host,
+        weights=layer.weights + host,
+        again=layer.again + again,
+    )
 
 
 def _elementwise(

@@ -71,7 +71,8 @@ def _by_formulas(work: Workload, layout: Layout, cluster: Cluster) -> TimedSched
     heads = (*(0.0 for _ in counts[1:]), pieces.head)
     weights = weights_seconds(layout, fit, pieces.layer, pieces.sharing)
     stages = [
-        passes_seconds(pieces.layer, weights, count, head) for count, head in zip(counts, heads, strict=True)
+        passes_seconds(pieces.layer, pieces.sharing, weights, part)
+        for part in zip(counts, heads, strict=True)
     ]
     forward, inputs, weight_gradients = zip(*stages, strict=True)
     return TimedSchedule(schedule, Durations(forward, inputs, weight_gradients))

@@ -38,7 +38,7 @@ _HARDWARE = (
 _GIGABIT = 1e9 / 8
 # Its cards are driven by the host's cores: all-reduces over 4 nodes with four cards of 100 Gb/s each were measured at
 # 1.9 to 5.3 GB/s (BigScience, experiments/bandwidth).
-_OMNI_PATH = 0.25
+_OMNI_PATH = 0.3
 
 
 class Unpriced(Exception):
@@ -183,6 +183,7 @@ def _layout(row: Row, world: int) -> Layout:
         keeps={"zb-h1": pp, "zb-h2": 2 * pp}.get(_schedule(row), 0),
         counts_head="stages cut by cost" in lower,
         holds_stage=is_fsdp,
+        blocking_launches="launch_blocking" in lower,
         overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
     )
 

@@ -22,10 +22,15 @@ from meshwright.simulation.job import (
     num_microbatches,
     pipeline_stride,
 )
+from meshwright.simulation.kernels import stream_seconds
 from meshwright.simulation.layers import LayerSeconds, head_seconds, layer_numel, layer_seconds
 
 # An update reads a gradient, reads and writes a master and two moments, and writes a weight.
 _UPDATE_BYTES = 30
+# A product that adds to its sum reads and writes 4 bytes of it where it would write 2, and one in 16 bits is read and
+# added to another; sums of their own buffer in float32 are a pass more, which also clears what it read.
+_SUM_BYTES = 6
+_OWN_SUM_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Sharing:
         micro: the reduction of each micro-step but the last (zero2).
         last: what is exchanged at the end of a step.
         optimizer: the update.
+        sums: adding gradients of one layer and micro-step to those before.
     """
 
     gather: float
@@ -96,6 +102,7 @@ class Sharing:
     micro: float
     last: float
     optimizer: float
+    sums: float
 
 
 @dataclass(frozen=True)
@@ -147,12 +154,15 @@ def step_seconds(
     layer, head = pieces.layer, pieces.head
     m = num_microbatches(work, layout)
     weights = weights_seconds(layout, fit, layer, pieces.sharing)
-    one = layer.compute + layer.tensor + layer.context + weights
+    sums = pieces.sharing.sums
+    one = layer.compute + layer.tensor + layer.context + weights + sums
     layers, extra = slowest_stage(layers_of_stages(work, layout), one, head)
     # Of a mean stage: the slowest one's own time is in the micro-batches.
-    mean = passes_seconds(layer, weights, work.model.num_layers / layout.pp, head / layout.pp)
+    mean = passes_seconds(
+        layer, pieces.sharing, weights, (work.model.num_layers / layout.pp, head / layout.pp)
+    )
     return StepSeconds(
-        compute=m * (layers * layer.compute + extra),
+        compute=m * (layers * (layer.compute + sums) + extra),
         recompute=m * layers * layer.again,
         bubble=extra_seconds(
             layout.schedule, layout.pp, m, mean, chunks=layout.chunks, joined=layout.joined_steps
@@ -195,19 +205,19 @@ def slowest_stage(layers: tuple[float, float], one: float, head: float) -> tuple
 
 
 def passes_seconds(
-    layer: LayerSeconds, weights: float, layers: float, head: float
+    layer: LayerSeconds, sharing: Sharing, weights: float, part: tuple[float, float]
 ) -> tuple[float, float, float]:
-    """Forward, gradients of inputs and of weights of `layers` layers and a part of the head, one micro-batch.
+    """Forward, gradients of inputs and of weights of a part (layers, seconds of the head), one micro-batch.
 
     What is not hidden of communication is waited for half in forward, half with gradients of inputs; the head's
     products are a third each.
     """
     beside = (layer.tensor + layer.context + weights) / 2
-    third = head / 3
+    layers, third = part[0], part[1] / 3
     return (
         layers * (layer.forward + beside) + third,
         layers * (layer.inputs + layer.again + beside) + third,
-        layers * layer.weights + third,
+        layers * (layer.weights + sharing.sums) + third,
     )
 
 
@@ -249,8 +259,9 @@ def sharing_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calib
     shards = layout.num_shards if layout.zero else 1
     optimizer = _UPDATE_BYTES * numel / shards / (cluster.machine.memory_bandwidth * fit.memory)
     ranks, stride = layout.dp * layout.cp, data_stride(layout)
+    sums = _sum_seconds(work, layout, cluster, fit)
     if ranks == 1:
-        return Sharing(0.0, 0.0, 0.0, 0.0, optimizer)
+        return Sharing(0.0, 0.0, 0.0, 0.0, optimizer, sums)
 
     def seconds(num_bytes: float, *, over: int = ranks, away: int = stride, passes: int = 1) -> float:
         return collective_seconds(cluster, fit, num_bytes, ranks=over, stride=away, passes=passes)
@@ -262,12 +273,19 @@ def sharing_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calib
         part, copies = 4.0 * numel / shards, ranks // shards
         last = seconds(part, over=copies, away=stride * shards, passes=2)
         gather, scatter = (seconds(size * one, over=shards) for size in (2.0, layout.gradient_bytes))
-        return Sharing(gather, scatter, 0.0, last, optimizer)
+        return Sharing(gather, scatter, 0.0, last, optimizer, sums)
     if layout.zero == 0:
-        return Sharing(0.0, 0.0, 0.0, seconds(grads, passes=2), optimizer)
+        return Sharing(0.0, 0.0, 0.0, seconds(grads, passes=2), optimizer, sums)
     reduce = seconds(grads, passes=2 if layout.zero == 1 and layout.reduces_whole else 1)
     micro = reduce if layout.zero == 2 else 0.0
-    return Sharing(0.0, 0.0, micro, reduce + seconds(2.0 * numel), optimizer)
+    return Sharing(0.0, 0.0, micro, reduce + seconds(2.0 * numel), optimizer, sums)
+
+
+def _sum_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:
+    """Adding a layer's gradients of a micro-step to sums; where parts are reduced each time, only to the own part."""
+    each = _OWN_SUM_BYTES if layout.accumulator_bytes else _SUM_BYTES
+    numel = layer_numel(work) / layout.tp / (layout.num_shards if layout.zero >= 2 else 1)
+    return stream_seconds(cluster.machine, fit, each * numel)
 
 
 def _gradient_seconds(layout: Layout, fit: Calibration, m: int, stage: float, sharing: Sharing) -> float:

@@ -11,9 +11,10 @@ from meshwright.presets.machines import MACHINES
 from meshwright.simulation.collectives import bus_bytes_per_second, collective_seconds, message_seconds
 from meshwright.simulation.job import Layout, Workload, check_job
 from meshwright.simulation.kernels import matmul_seconds
+from meshwright.simulation.layers import layer_seconds
 from meshwright.simulation.prediction import predict
 from meshwright.simulation.reading import make_cluster
-from meshwright.simulation.step import stage_layers, step_seconds
+from meshwright.simulation.step import pieces_of, sharing_seconds, stage_layers, step_seconds
 
 A100 = find_machine("a100")
 FIT = calibration_of(A100)
@@ -210,3 +211,37 @@ def test_measured_ceilings_scale_what_a_machine_takes_from_another():
     near, own = calibration_of(find_machine("h100")), calibration_of(find_machine("mi300x"))
     assert own.matmul / near.matmul == pytest.approx(0.511 / 0.803)
     assert calibration_of(find_machine("cpu")).num_units == 1
+
+
+def test_sums_of_gradients_cost_each_micro_step_but_where_ranks_keep_parts():
+    """A layer's 12 x 12288^2 elements over 8 ranks, 6 bytes each, beside products that a larger micro-batch shares."""
+    own = sharing_seconds(GPT3, PLAN, CLUSTER, FIT).sums
+    numel = 12 * 12288**2 / 8
+    assert own == pytest.approx(6 * numel / (A100.memory_bandwidth * FIT.memory), rel=0.01)
+    apart = replace(PLAN, accumulator_bytes=2)
+    assert sharing_seconds(GPT3, apart, CLUSTER, FIT).sums == pytest.approx(2 * own, rel=0.01)
+    parts = replace(PLAN, zero=2)
+    assert sharing_seconds(GPT3, parts, CLUSTER, FIT).sums < 0.1 * own
+    free = replace(pieces_of(GPT3, PLAN, CLUSTER, FIT).sharing, sums=0.0)
+    pieces = replace(pieces_of(GPT3, PLAN, CLUSTER, FIT), sharing=free)
+    without = step_seconds(GPT3, PLAN, CLUSTER, FIT, pieces=pieces).compute
+    # 12 layers and 96 micro-batches.
+    assert step_seconds(GPT3, PLAN, CLUSTER, FIT).compute - without == pytest.approx(12 * 96 * own)
+
+
+def test_launches_that_block_cost_the_same_whatever_a_rank_computes():
+    for layout in (PLAN, replace(PLAN, tp=2, dp=64), replace(PLAN, micro_batch=4)):
+        own, blocked = (
+            layer_seconds(GPT3, replace(layout, blocking_launches=blocks), CLUSTER, FIT).compute
+            for blocks in (False, True)
+        )
+        # Forward twice, gradients of inputs and of weights: 28 launches each, of 50 microseconds.
+        assert blocked - own == pytest.approx(4 * 28 * 50e-6)
+    none = replace(PLAN, recompute="none", blocking_launches=True)
+    assert layer_seconds(GPT3, none, CLUSTER, FIT).again == 0
+
+
+def test_batched_products_of_rows_off_16_bytes_run_without_tensor_cores():
+    """BigScience: 13,824 with 128 heads (108 wide) took 45 ms a layer more than with 64 (tp 4, micro-batch of 2)."""
+    slow = matmul_seconds(A100, FIT, (2048, 2048, 108), batch=64)
+    assert 2 * 64 * 2048 * 2048 * 108 / slow < A100.flops["fp32"]

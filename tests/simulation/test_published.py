@@ -145,7 +145,7 @@ def test_words_of_a_row_become_a_layout():
     assert bloom.layout.attention == "unfused"
     assert bloom.layout.zero == 1
     assert bloom.work.model.vocab_size == 250_000
-    assert bloom.cluster.nic_bytes_per_second == 4 * 12.5e9 * 0.25
+    assert bloom.cluster.nic_bytes_per_second == 4 * 12.5e9 * 0.3
     nanotron = read_job(row_of("F0034"))
     assert nanotron.work.model.tied_embedding
     assert not nanotron.layout.fused
