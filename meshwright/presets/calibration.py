@@ -57,14 +57,14 @@ _A100 = Calibration(
     node=0.77,
 )
 _H100 = Calibration(
-    matmul=0.616,
-    matmul_fp8=0.668,
-    prologue=227.0,
-    memory=0.698,
-    attention=0.193,
-    gap_seconds=2.0e-6,
+    matmul=0.624,
+    matmul_fp8=0.693,
+    prologue=214.0,
+    memory=0.660,
+    attention=0.195,
+    gap_seconds=2.08e-6,
     network=1.0,
-    overlap=0.728,
+    overlap=0.484,
     num_units=132,
     node=0.82,
 )
