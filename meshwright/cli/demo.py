@@ -19,10 +19,10 @@ import typer
 
 from meshwright.cli.machine import Machine, inspect_machine
 from meshwright.cli.output import print_json, stdout_to_stderr
-from meshwright.cli.report import write_report
 from meshwright.cli.train import require_torch
 from meshwright.cli.verify import keep_result
 from meshwright.errors import EXIT_VERIFY_FAILED
+from meshwright.reporting.page import write_report
 from meshwright.reporting.reading import read_run
 
 if TYPE_CHECKING:

@@ -13,15 +13,12 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.output import print_json
-from meshwright.errors import writing
 from meshwright.reporting.figure import Figure
 from meshwright.reporting.figures import figures_of
 from meshwright.reporting.live import LiveReport
-from meshwright.reporting.page import as_page
+from meshwright.reporting.page import write_report
 from meshwright.reporting.reading import RunData, read_run
 from meshwright.reporting.verdict import verdict
-
-REPORT = "report.html"
 
 
 def report(
@@ -53,19 +50,6 @@ def _serve(folders: list[Path]) -> None:
         print(f"{live.url}  (this machine alone; ends with Ctrl-C)")
         print(f"from elsewhere: ssh -L {live.port}:127.0.0.1:{live.port} {socket.gethostname()}", flush=True)
         live.serve()
-
-
-def write_report(runs: list[RunData], out: Path | None = None) -> Path:
-    """Write the page of `runs`; the default place is the first run's folder.
-
-    Raises:
-        ConfigError: E297 where it cannot be written.
-    """
-    path = out if out is not None else runs[0].path / REPORT
-    page = as_page(runs)
-    with writing(path):
-        path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _described(data: RunData) -> dict[str, object]:

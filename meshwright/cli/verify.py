@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def verify(  # noqa: PLR0913  (typer makes an option of each parameter)
-    source: Annotated[
-        str, typer.Argument(help="run.toml, py:module:function, or a run folder's plan.lock.json.")
-    ],
+    source: Annotated[str, typer.Argument(help="run.toml, py:module:function, or a plan.lock.json.")],
     plan: Annotated[str, typer.Option("--plan", help='Keys of the plan, e.g. "zero=2,micro_batch=1".')] = "",
     processes: Annotated[
         int | None,
@@ -43,13 +41,15 @@ def verify(  # noqa: PLR0913  (typer makes an option of each parameter)
     """Compare a parallel run with one device; name the first wrong tensor."""
     require_torch()
     from meshwright.launching.verify import SourceOptions, verify_source
+    from meshwright.launching.verify_sources import is_of_planner
 
     options = SourceOptions(
         plan=plan, processes=processes, precision=precision, steps=steps, full=full, resume=resume
     )
     with stdout_to_stderr(active=json_output):
         result = verify_source(source, options)
-    if Path(source).name == PLAN and not plan and processes is None:
+    of_run = Path(source).name == PLAN and not is_of_planner(Path(source))
+    if of_run and not plan and processes is None:
         keep_result(Path(source).parent, result)
     if json_output:
         print_json(result.to_json())

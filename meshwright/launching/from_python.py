@@ -17,6 +17,8 @@ from meshwright.launching.plan import name_of
 from meshwright.launching.plan_result import PlanResult
 from meshwright.launching.planned import FromPython
 from meshwright.launching.shapes import shape_of_object
+from meshwright.reporting.page import write_report
+from meshwright.reporting.reading import read_run
 from meshwright.training.config import Resolved, RunConfig, load_config
 from meshwright.training.units import split_at_commas, toml_literal
 from meshwright.verification.job import Functions
@@ -37,6 +39,8 @@ class TrainOptions(TypedDict, total=False):
         plan: `auto`, keys of the run file's `plan` table (`pp=2,zero=1`), or what `meshwright.plan` returned: then
             batch, sequence length and processes are those of the plan where nothing else is said.
         processes: local ranks.
+        cluster: where, as `plan.cluster`, or "local", "local:4" for processes of this host; without a plan one is
+            searched.
         global_batch: samples of a step.
         stop_at: as `train.stop_at`: "2000 steps", "60 s".
         out: run folder.
@@ -46,9 +50,22 @@ class TrainOptions(TypedDict, total=False):
     data: Any
     plan: str | PlanResult
     processes: int
+    cluster: str
     global_batch: int
     stop_at: str
     out: str | Path
+
+
+class RunResult(dict[str, Any]):
+    """The contract's result, as `meshwright train --json` prints it; empty on other ranks than the first."""
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the run folder as one HTML page, as `meshwright report`; returns where it is.
+
+        Raises:
+            ConfigError: E297 where it cannot be written.
+        """
+        return write_report([read_run(Path(self["run_dir"]))], None if out is None else Path(out))
 
 
 def train(
@@ -56,7 +73,7 @@ def train(
     *overrides: str,
     resume: str | None = None,
     **options: Unpack[TrainOptions],
-) -> dict[str, Any]:
+) -> RunResult:
     """Train from Python: a run file, or `meshwright.train(Net, loss=loss_fn, data=dataset, plan="auto")`.
 
     Args:
@@ -67,7 +84,7 @@ def train(
         **options: see `TrainOptions`.
 
     Returns:
-        The contract's result, as `meshwright train --json` prints it.
+        The contract's result, as `meshwright train --json` prints it; `.report()` makes a page of it.
 
     Raises:
         MeshwrightError: as the command line prints it; E111 for a model without loss or data; E293 for a plan that was
@@ -81,7 +98,9 @@ def train(
     if offered is not None or resolved.config.plan.lock is not None:
         shape = None if functions is None else shape_of_object(functions.build)
         found = plan_of_run(resolved, FromPython(offered, shape))
-    return launch_config(resolved, json_output=True, resume=resume, functions=functions, plan=found)
+    return RunResult(
+        launch_config(resolved, json_output=True, resume=resume, functions=functions, plan=found)
+    )
 
 
 def _resolved(source: Any, texts: list[str], options: TrainOptions, functions: Functions | None) -> Resolved:
@@ -150,6 +169,7 @@ def _texts(options: TrainOptions) -> list[str]:
     texts = []
     if not isinstance(plan, PlanResult):
         texts = ["plan.mode=auto"] if plan == "auto" else [f"plan.{part}" for part in split_at_commas(plan)]
+    texts += _texts_of_cluster(options)
     keys = {
         "processes": "plan.processes",
         "global_batch": "train.global_batch",
@@ -162,3 +182,20 @@ def _texts(options: TrainOptions) -> list[str]:
             value = values[name]
             texts.append(f"{key}={toml_literal(str(value) if isinstance(value, Path) else value)}")
     return texts
+
+
+def _texts_of_cluster(options: TrainOptions) -> list[str]:
+    """Where a run is: a cluster to plan for, or a number of local ranks; a plan is searched unless one is given."""
+    cluster = options.get("cluster", "")
+    if not cluster:
+        return []
+    kind, _, count = cluster.partition(":")
+    if kind != "local":
+        place = [f"plan.cluster={toml_literal(cluster)}"]
+    elif count and not count.isdigit():
+        raise ConfigError(
+            "E282", f'cluster={cluster!r}: write "local", "local:4", or COUNTxMACHINE, e.g. "8xh100"'
+        )
+    else:
+        place = [f"plan.processes={count}"] if count else []
+    return place if options.get("plan") else ["plan.mode=auto", *place]

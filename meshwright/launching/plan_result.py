@@ -170,7 +170,16 @@ class PlanResult:
         return draw_schedule(self.request, self.plans[number - 1].layout)
 
     def table(self, tokens: str | float | None = None, *, usd_per_gpu_hour: float | None = None) -> str:
-        """As `meshwright plan` prints it; with days and dollars where tokens are given."""
+        """As `meshwright plan` prints it; with days, and dollars for a price, where tokens are given.
+
+        Raises:
+            ConfigError: E102 for tokens without a legal unit, E285 for a price without tokens.
+        """
+        if usd_per_gpu_hour is not None and tokens is None:
+            raise ConfigError(
+                "E285",
+                f'usd_per_gpu_hour={usd_per_gpu_hour:g} needs the length of the run, e.g. "100B tokens"',
+            )
         number = parse_tokens(tokens, name="tokens") if isinstance(tokens, str) else tokens
         return "\n".join(table_lines(self.found, self.seconds, Spending(number, usd_per_gpu_hour)))
 

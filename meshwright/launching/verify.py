@@ -11,7 +11,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,12 @@ from meshwright.launching.deciding import Decide, decide_locally, with_plan
 from meshwright.launching.local import run_local
 from meshwright.launching.messages import WorkerContext
 from meshwright.launching.plan_result import PlanResult
-from meshwright.layout.plan import Precision, TrainPlan
+from meshwright.launching.verify_sources import keys_of_lock, layout_overrides, read_source
+from meshwright.layout.plan import Precision
 from meshwright.training.config import Resolved, RunConfig, load_config
 from meshwright.training.deciding import decided
 from meshwright.training.planning import local_world_size, num_workers_of, plan_of
-from meshwright.training.units import split_at_commas, toml_literal
+from meshwright.training.units import split_at_commas
 from meshwright.verification.cut import cut_overrides, eps_override
 from meshwright.verification.job import Functions, Handover, RankReport, Reference, VerifyJob
 from meshwright.verification.judge import judge
@@ -174,7 +175,7 @@ def _config_of_functions(plan: str, processes: int, options: VerifyOptions) -> R
     overrides.append(f"train.optimizer.name={options.get('optimizer', 'adamw')}")
     overrides.append(f"train.clip_norm={float(options.get('clip_norm', 1.0))}")
     overrides.append(f"train.seed={options.get('seed', 0)}")
-    overrides += _layout_overrides(options.get("layout", {}).items())
+    overrides += layout_overrides(options.get("layout", {}).items())
     config = load_config(None, overrides).config
     micro = config.plan.micro_batch or _DEFAULT_MICRO_BATCH
     workers = num_workers_of(config, processes)
@@ -189,13 +190,13 @@ def verify_source(source: str, options: SourceOptions) -> VerifyResult:
     """Compare what a run file, a `plan.lock.json` or a `py:module:function` describes.
 
     Args:
-        source: `run.toml`, `py:module:function`, or the `plan.lock.json` of a run folder.
+        source: `run.toml`, `py:module:function`, or a `plan.lock.json`: of a run folder, or of `meshwright plan`.
         options: see `SourceOptions`.
 
     Raises:
         MeshwrightError: as `verify`; E100 for a source that cannot be read.
     """
-    path, overrides = _read_source(source)
+    path, overrides = read_source(source)
     return verify_loaded(lambda more: load_config(path, [*overrides, *more]), options)
 
 
@@ -209,6 +210,9 @@ def verify_loaded(load: Callable[[Sequence[str]], Resolved], options: SourceOpti
     _check_steps(options.steps)
     overrides = [*_plan_overrides(options.plan), f"plan.precision={options.precision}"]
     first = load(overrides).config
+    if first.plan.lock is not None:
+        overrides = [*keys_of_lock(first.plan.lock), *overrides]
+        first = load(overrides).config
     processes = options.processes or _processes_of(first)
     overrides.append(f"plan.processes={processes}")
     cut = [] if options.full else cut_overrides(first, processes=num_workers_of(first, processes))
@@ -330,74 +334,6 @@ def _check_steps(steps: int) -> None:
 
 def _plan_overrides(plan: str) -> list[str]:
     return [f"plan.{part}" for part in split_at_commas(plan)]
-
-
-def _layout_overrides(layout: Iterable[tuple[str, str]]) -> list[str]:
-    roles = ", ".join(f"{toml_literal(pattern)} = {toml_literal(role)}" for pattern, role in layout)
-    return [f"plan.layout={{{roles}}}"] if roles else []
-
-
-def _read_source(source: str) -> tuple[Path | None, list[str]]:
-    """The run file of a source and the overrides that it stands for."""
-    if source.startswith("py:"):
-        return None, [f"model.source={source}"]  # its batch: see `cut_overrides`
-    path = Path(source)
-    if path.suffix == ".toml":
-        return path, []
-    if path.suffix != ".json":
-        raise ConfigError(
-            "E100",
-            f"{source!r} is neither a run file (.toml), py:module:function, nor the plan.lock.json of a run folder",
-        )
-    return path.with_name("resolved.toml"), _lock_overrides(path)
-
-
-def _lock_overrides(path: Path) -> list[str]:
-    """The plan of a lock file as overrides; the model and the data are those of `resolved.toml` beside it."""
-    try:
-        plan = TrainPlan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("E100", f"cannot read {str(path)!r} as a plan: {error}") from error
-    beside = path.with_name("resolved.toml")
-    if not beside.is_file():
-        raise ConfigError(
-            "E100",
-            f"{str(path)!r} names no model; it is read from {str(beside)!r}, which is missing. Give the "
-            f"plan.lock.json of a run folder, or the run file with --plan.",
-        )
-    zero = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "parameter_server": 0}[plan.policy.name]
-    sizes = [
-        f"plan.dp={plan.mesh.dp}",
-        f"plan.tp={plan.mesh.size('tp')}",
-        f"plan.cp={plan.mesh.size('cp')}",
-        f"plan.processes={plan.world_size}",
-        f"plan.zero={zero}",
-    ]
-    sizes += _layout_overrides(plan.layout)
-    if plan.mesh.size("pp") > 1:
-        sizes += [
-            f"plan.pp={plan.mesh.size('pp')}",
-            f"plan.schedule={plan.schedule}",
-            f"plan.chunks={plan.chunks}",
-        ]
-        sizes += [f"plan.stages={toml_literal(plan.stages)}"] if plan.stages else []
-        sizes += [f"plan.stage_ranks={toml_literal(plan.stage_ranks)}"] if plan.stage_ranks else []
-    if plan.mesh.size("cp") > 1:
-        sizes.append(f"plan.cp_kind={plan.cp_kind}")
-    if plan.mesh.size("dp_replicate") > 1:
-        sizes.append(f"plan.hsdp={plan.mesh.size('dp_shard')}")
-    if plan.servers:
-        sizes.append(f"plan.servers={plan.servers}")
-    else:
-        sizes.append(f"plan.ownership={plan.policy.ownership}")
-    if plan.staleness is not None:
-        sizes.append(f"plan.staleness={plan.staleness}")
-    sizes += [
-        f"plan.sync={plan.sync}",
-        f"plan.transport={plan.transport}",
-        f"plan.offload={plan.offload}",
-    ]
-    return [*sizes, f"plan.micro_batch={plan.micro_batch}", f"train.global_batch={plan.global_batch}"]
 
 
 def _processes_of(config: RunConfig) -> int:

@@ -12,11 +12,13 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from meshwright.errors import writing
 from meshwright.reporting.figure import Figure, Missing
 from meshwright.reporting.figures import figures_of
 from meshwright.reporting.reading import RunData
 from meshwright.reporting.verdict import comparison, verdict
 
+REPORT = "report.html"
 # Colours that colour-blind people tell apart (Okabe and Ito, 2008).
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1a1a1a; --soft: #595959; --grid: #d0d0d0;
@@ -70,6 +72,19 @@ def as_page(runs: Sequence[RunData]) -> str:
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n{''.join(body)}\n</body>\n</html>\n"
     )
+
+
+def write_report(runs: Sequence[RunData], out: Path | None = None) -> Path:
+    """Write the page of `runs`; the default place is the first run's folder.
+
+    Raises:
+        ConfigError: E297 where it cannot be written.
+    """
+    path = out if out is not None else runs[0].path / REPORT
+    page = as_page(runs)
+    with writing(path):
+        path.write_text(page, encoding="utf-8")
+    return path
 
 
 def _run(data: RunData, number: int) -> str:

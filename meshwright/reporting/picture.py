@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.errors import writing
+
 
 @dataclass(frozen=True, repr=False)
 class Picture:
@@ -23,8 +25,13 @@ class Picture:
     rows: tuple[tuple[object, ...], ...]
 
     def save(self, path: str | Path) -> Path:
-        """Write the SVG."""
-        Path(path).write_text(self.svg, encoding="utf-8")
+        """Write the SVG.
+
+        Raises:
+            ConfigError: E297 where it cannot be written.
+        """
+        with writing(Path(path)):
+            Path(path).write_text(self.svg, encoding="utf-8")
         return Path(path)
 
     def __repr__(self) -> str:

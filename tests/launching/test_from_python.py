@@ -12,12 +12,14 @@ from torch import nn
 import meshwright
 from meshwright.errors import ConfigError, DoesNotFitError, PlanError
 from meshwright.launching import deciding, from_python, jobs
+from meshwright.launching.from_python import RunResult
 from meshwright.models.build import build_model
 from meshwright.models.loss import language_model_loss
 from meshwright.presets import find_model
 from meshwright.training.config import RunConfig, load_config
 from meshwright.training.measured import Measured
 from tests.pipeline.models import Images, UNet, pixel_loss
+from tests.reporting.folders import make_folder
 from tests.training.test_deciding import make_costs
 from tests.verification.models import Rows, Tokens, loss_of_labels
 
@@ -173,6 +175,34 @@ def test_what_hf_returns_is_trained_with_named_data_or_a_dataset(launched):
         ConfigError, match="E111 data='stdlib': a model with a loss of its own needs a dataset"
     ):
         meshwright.train(nano, loss=language_model_loss, data="stdlib")
+
+
+def test_a_cluster_is_local_ranks_or_a_machine_to_plan_for(launched):
+    options = {"loss": pixel_loss, "data": Images(), "global_batch": 8}
+    meshwright.train(UNet, cluster="local:2", **options)
+    meshwright.train(UNet, cluster="local:2", plan="zero=2", **options)
+    meshwright.train(RunConfig.model_validate({"model": {"source": "gpt-nano"}}), CACHE, cluster="2xh100")
+    assert [processes for _, _, processes, _ in launched] == [2, 2, 2]
+    searched, given, planned = (config.plan for config, *_ in launched)
+    assert (searched.stages is not None or searched.dp == 2, given.zero, planned.precision) == (
+        True,
+        2,
+        "bf16",
+    )
+    text = Path("runs/run-0001/resolved.toml").read_text()
+    assert "auto: " in text
+    with pytest.raises(ConfigError, match="E282 cluster='local:many'"):
+        meshwright.train(UNet, cluster="local:many", **options)
+
+
+def test_a_result_makes_its_page(tmp_path):
+    folder = make_folder(tmp_path / "run")
+    result = RunResult({"steps": 6, "run_dir": str(folder)})
+    assert result == {"steps": 6, "run_dir": str(folder)}
+    assert result.report() == folder / "report.html"
+    assert "6 steps with" in result.report(tmp_path / "page.html").read_text()
+    with pytest.raises(ConfigError, match="E297"):
+        result.report(tmp_path / "none" / "page.html")
 
 
 class Branching(nn.Module):

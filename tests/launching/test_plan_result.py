@@ -66,6 +66,8 @@ def test_the_best_plan_has_its_figures(found):
     assert best.cost(100e9).days == cost.days
     with pytest.raises(ConfigError, match="E102 tokens='20G'"):
         best.cost("20G")
+    with pytest.raises(ConfigError, match=r"E285 usd_per_gpu_hour=2\.3 needs the length"):
+        found.table(usd_per_gpu_hour=2.3)
     assert best.obstacle == ""
     assert repr(best).startswith("plan 1: tp2 · cp2 ring")
 
