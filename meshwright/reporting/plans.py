@@ -19,6 +19,7 @@ from meshwright.planner.standing import Priced
 from meshwright.reporting.picture import Picture
 from meshwright.schedule.draw import as_svg, summary
 from meshwright.schedule.timing import run
+from meshwright.simulation.host import num_parts
 from meshwright.simulation.job import Layout, num_microbatches
 from meshwright.simulation.pipeline import pipeline_of
 from meshwright.simulation.prediction import percent_text
@@ -223,7 +224,7 @@ def draw_schedule(request: Request, layout: Layout) -> Picture:
     text says so.
     """
     count = num_microbatches(request.work, layout)
-    shown = max(1, min(count, MOST_BOXES // (3 * layout.pp * max(1, layout.chunks))))
+    shown = max(1, min(count, MOST_BOXES // (3 * layout.pp * num_parts(layout))))
     work = replace(request.work, global_batch=shown * layout.dp * layout.micro_batch)
     made = pipeline_of(work if shown < count else request.work, layout, request.cluster)
     lines = [describe(layout), summary(made.schedule, made.durations)]

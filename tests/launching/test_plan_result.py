@@ -13,6 +13,7 @@ from meshwright.cli.plan import plan as command
 from meshwright.errors import ConfigError, DoesNotFitError, PlanError
 from meshwright.planner.compare import answer
 from meshwright.planner.lock import read_lock
+from meshwright.planner.plans import describe
 from meshwright.training.config import RunConfig
 
 JOB = {"cluster": "64xh100", "global_batch": 512, "seq_len": 8192}
@@ -69,7 +70,7 @@ def test_the_best_plan_has_its_figures(found):
     with pytest.raises(ConfigError, match=r"E285 usd_per_gpu_hour=2\.3 needs the length"):
         found.table(usd_per_gpu_hour=2.3)
     assert best.obstacle == ""
-    assert repr(best).startswith("plan 1: tp2 · cp2 ring")
+    assert repr(best).startswith(f"plan 1: {describe(best.layout)}: ")
 
 
 def test_questions_have_the_answers_of_the_command_line(found, tmp_path):
