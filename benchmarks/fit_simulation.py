@@ -33,6 +33,7 @@ _BOUNDS = {
     "gap_seconds": (1e-6, 6e-6),
     "network": (0.2, 1.0),
     "overlap": (0.05, 1.0),
+    "launch_seconds": (5e-6, 6e-5),
 }
 # Each constant alone, and those that stand for one another: faster products with more lost at their ends.
 _DIRECTIONS: tuple[Mapping[str, float], ...] = (
@@ -54,6 +55,7 @@ _START = {
     "gap_seconds": 2e-6,
     "network": 0.8,
     "overlap": 0.5,
+    "launch_seconds": 3e-5,
 }
 _FAMILIES = {"a100-80": ("a100-80", "a100-40"), "h100": ("h100", "h100-96")}
 _WORST = 0.3  # a row counts at most so much, lest one typing error decides

@@ -41,6 +41,7 @@ class Calibration:
     overlap: float
     num_units: int
     node: float
+    launch_seconds: float = 27e-6
     fitted: bool = True
 
 

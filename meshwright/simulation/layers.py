@@ -19,10 +19,12 @@ _FLASH_BACKWARD = 2.5
 # A scale for the whole tensor: read 16 bits, write 8. For each row: read for the scales, and all of it again for the
 # transposed operand of backward, whose rows are others.
 _CAST_BYTES = {"fp8": 3.0, "fp8-rows": 10.0}
-# Where a launch waits for the end of its kernel, the device waits for the host before the next one: about 50
-# microseconds for a framework's operator, and about 28 of them forward in a layer that is written out.
+# Kernels of a layer's forward: in one graph, with fused attention, and written out. Backward issues two for each.
+_LAUNCHES = {"fused": 14, "engine": 14, "flash": 22, "unfused": 28}
+# Of a micro-batch beside its layers, with what makes its batch.
+_LAUNCHES_OF_ENDS = 100
+# Where a launch waits for the end of its kernel, the device waits for the host before the next one.
 _BLOCKED_SECONDS = 50e-6
-_LAUNCHES = 28
 # FlashAttention-3 over FlashAttention-2 on H100 (arXiv 2407.08608: 1.5 to 2.0).
 _ENGINE_RATE = 1.6
 
@@ -95,20 +97,25 @@ def layer_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibra
     }[layout.recompute]
     tensor = _tensor_seconds(work, layout, cluster, fit, linear)
     context = _context_seconds(work, layout, cluster, fit, core[0])
-    found = LayerSeconds(forward, inputs, linear.weights, again, tensor, context)
-    return _blocked(found, layout) if layout.blocking_launches else found
+    return _issued(LayerSeconds(forward, inputs, linear.weights, again, tensor, context), layout, fit)
 
 
-def _blocked(layer: LayerSeconds, layout: Layout) -> LayerSeconds:
-    """A layer whose launches block: backward has two kernels for each of forward's, one of them for weights."""
-    host = _LAUNCHES * _BLOCKED_SECONDS
-    again = {"none": 0.0, "selective": 0.2, "half": 0.5, "full": 1.0}[layout.recompute] * host
+def _issued(layer: LayerSeconds, layout: Layout, fit: Calibration) -> LayerSeconds:
+    """A layer takes at least what the host takes to issue its kernels; where launches block, both one after another."""
+    launches = _LAUNCHES["fused" if layout.fused and layout.attention != "unfused" else layout.attention]
+    again = {"none": 0.0, "selective": 0.2, "half": 0.5, "full": 1.0}[layout.recompute]
+    if layout.blocking_launches:
+        waited = launches * _BLOCKED_SECONDS
+    else:
+        exchanges = 4 + 2 * again if layout.tp > 1 else 0
+        host = fit.launch_seconds * ((3 + again) * launches + 2 * exchanges)
+        waited = max(0.0, host - layer.compute - layer.tensor - layer.context) / (3 + again)
     return replace(
         layer,
-        forward=layer.forward + host,
-        inputs=layer.inputs + host,
-        weights=layer.weights + host,
-        again=layer.again + again,
+        forward=layer.forward + waited,
+        inputs=layer.inputs + waited,
+        weights=layer.weights + waited,
+        again=layer.again + again * waited,
     )
 
 
@@ -200,7 +207,7 @@ def head_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibrat
     vocab += -vocab % 64  # padded, as all of the published systems do
     done = products_seconds(cluster, fit, ((tokens, vocab, work.model.dim),), "bf16")
     loss = stream_seconds(cluster.machine, fit, 24.0 * tokens * vocab, kernels=8)
-    return done.forward + done.inputs + done.weights + loss
+    return max(done.forward + done.inputs + done.weights + loss, _LAUNCHES_OF_ENDS * fit.launch_seconds)
 
 
 def layer_numel(work: Workload) -> float:
