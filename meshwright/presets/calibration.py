@@ -27,6 +27,7 @@ class Calibration:
         network: fraction of a network card's rate that collectives of many nodes reach.
         overlap: part of a computation behind which communication can hide.
         num_units: multiprocessors, each of which computes one tile at a time.
+        launch_seconds: of the host, to issue one kernel of a layer: Python, autograd and the driver.
         node: fraction of the link's rate that large collectives inside a node reach; measured, not fitted.
         fitted: whether this machine's own runs gave the constants.
     """
@@ -41,7 +42,7 @@ class Calibration:
     overlap: float
     num_units: int
     node: float
-    launch_seconds: float = 27e-6
+    launch_seconds: float
     fitted: bool = True
 
 
@@ -56,6 +57,7 @@ _A100 = Calibration(
     overlap=0.5,
     num_units=108,
     node=0.77,
+    launch_seconds=27.6e-6,
 )
 _H100 = Calibration(
     matmul=0.624,
@@ -68,6 +70,7 @@ _H100 = Calibration(
     overlap=0.484,
     num_units=132,
     node=0.82,
+    launch_seconds=27.6e-6,  # no run of its own shows it
 )
 # A power limit of 500 W instead of 700 W: the clock under load goes with the cube root of the power.
 _POWER = (500 / 700) ** (1 / 3)
