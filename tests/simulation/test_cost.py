@@ -245,3 +245,26 @@ def test_batched_products_of_rows_off_16_bytes_run_without_tensor_cores():
     """BigScience: 13,824 with 128 heads (108 wide) took 45 ms a layer more than with 64 (tp 4, micro-batch of 2)."""
     slow = matmul_seconds(A100, FIT, (2048, 2048, 108), batch=64)
     assert 2 * 64 * 2048 * 2048 * 108 / slow < A100.flops["fp32"]
+
+
+def small_layer(**changes):
+    layout = Layout(dp=1, tp=8, micro_batch=1, recompute="full", attention="unfused", **changes)
+    work = Workload(
+        replace(find_model("gpt3-175b"), dim=1024, num_heads=16, num_kv_heads=16, ffn_dim=4096), 1024, 8
+    )
+    return layer_seconds(work, layout, make_cluster(A100, 8), FIT)
+
+
+def test_a_small_layer_takes_what_the_host_takes_to_issue_its_kernels():
+    found = small_layer()
+    # 28 kernels forward, again, and twice backward; two for each of four exchanges and the two that run again.
+    host = FIT.launch_seconds * (4 * 28 + 2 * 6)
+    assert found.compute + found.tensor == pytest.approx(host)
+    assert found.forward - found.again == pytest.approx(0)
+    blocked = small_layer(blocking_launches=True)
+    assert blocked.compute + blocked.tensor > host
+
+
+def test_a_large_layer_does_not_wait_for_the_host():
+    slow = replace(FIT, launch_seconds=2 * FIT.launch_seconds)
+    assert layer_seconds(GPT3, PLAN, CLUSTER, slow) == layer_seconds(GPT3, PLAN, CLUSTER, FIT)
