@@ -24,6 +24,32 @@ class Rejection:
     detail: str
 
 
+# What a user can fix that only an axis of more than one rank has: key, axis, the value that every mesh has.
+_OF_AXES = (
+    ("schedule", "pp", "1f1b"),
+    ("chunks", "pp", 1),
+    ("half_layers", "pp", False),
+    ("cp_kind", "cp", "ring"),
+    ("sequence_parallel", "tp", False),
+)
+
+
+def _refuse_fixed(request: Request, mesh: Layout) -> Rejection | None:
+    """What is fixed must be kept: it cannot be where its axis has one rank."""
+    for key, axis, default in _OF_AXES:
+        value = request.fixed.get(key, default)
+        if value != default and getattr(mesh, axis) == 1:
+            return Rejection(f"{key} needs {axis}", f"{key}={value} needs {axis} of at least 2")
+    hsdp = request.size("hsdp")
+    if hsdp and request.size("zero") == 0:
+        return Rejection(
+            "hsdp needs zero", f"hsdp={hsdp} ranks share by zero=1, 2 or 3; zero=0 shares nothing"
+        )
+    if hsdp and mesh.dp % hsdp:
+        return Rejection("hsdp does not divide dp", f"hsdp={hsdp} does not divide dp={mesh.dp}")
+    return None
+
+
 def refuse_mesh(request: Request, mesh: Layout) -> Rejection | None:
     """Why no layout with these degrees is legal; None where one may be."""
     work, cluster = request.work, request.cluster
@@ -67,10 +93,7 @@ def refuse_mesh(request: Request, mesh: Layout) -> Rejection | None:
             "micro_batch does not divide the batch",
             f"dp={dp} x micro_batch={micro} does not divide a batch of {work.global_batch}",
         )
-    hsdp = request.size("hsdp")
-    if hsdp and dp % hsdp:
-        return Rejection("hsdp does not divide dp", f"hsdp={hsdp} does not divide dp={dp}")
-    return None
+    return _refuse_fixed(request, mesh)
 
 
 def refuse_layout(request: Request, layout: Layout) -> Rejection | None:

@@ -93,7 +93,8 @@ def meshes(request: Request) -> Iterator[Layout]:
             for cp in _sizes(request, "cp", total // tp // pp):
                 dp = total // tp // pp // cp
                 if request.size("dp") in (None, dp):
-                    yield with_changes(request.base, tp=tp, pp=pp, cp=cp, dp=dp)
+                    # What ranks share is a dimension of its own, and what is fixed of it counts in cp as well.
+                    yield with_changes(request.base, tp=tp, pp=pp, cp=cp, dp=dp, zero=0, shard=0)
 
 
 def _sizes(request: Request, axis: str, total: int) -> list[int]:
@@ -143,16 +144,11 @@ def _variants(request: Request, mesh: Layout, *, every: bool) -> list[tuple[bool
     if "sequence_parallel" in request.fixed:
         parallel = [bool(request.fixed["sequence_parallel"])]
     halves = mesh.pp > 1 and layers % mesh.pp != 0 and 2 * layers % mesh.pp == 0
-    # Where whole layers divide with embedding and head counted as one each, neither way of cutting is always better.
-    is_even = (layers + 2) % mesh.pp == 0
-    cut_halves = [True, False] if halves and (every or is_even) else [halves]
+    # Neither way of cutting is always better: whole layers may leave the last stage less beside its head.
+    cut_halves = [True, False] if halves else [False]
     if "half_layers" in request.fixed:
         cut_halves = [mesh.pp > 1 and bool(request.fixed["half_layers"])]
-    return [
-        (first, second, first != parallel[0] or (second != cut_halves[0] and not is_even))
-        for first in parallel
-        for second in cut_halves
-    ]
+    return [(first, second, first != parallel[0]) for first in parallel for second in cut_halves]
 
 
 def _schedules(request: Request, start: Layout) -> tuple[tuple[Schedule, int], ...]:
@@ -178,7 +174,7 @@ def _shares(request: Request, start: Layout) -> tuple[tuple[int, int], ...]:
     """Stages of ZeRO, and over how many ranks: all, or those of a few nodes."""
     zero, hsdp = request.size("zero"), request.size("hsdp")
     ranks = start.dp * start.cp
-    stages = (0, 1, 2, 3) if zero is None else (zero,)
+    stages = (0, 1, 2, 3)[1 if hsdp else 0 :] if zero is None else (zero,)
     if hsdp:
         parts = [hsdp * start.cp]
     else:

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.errors import PlanError
+from meshwright.planner.fitting import reasons_of
 from meshwright.planner.request import make_request
 from meshwright.planner.rules import refuse_layout, refuse_mesh
 from meshwright.planner.runnable import why_not_trainable
 from meshwright.planner.search import ALL, BEST_ONLY, Wanted, search
 from meshwright.planner.space import groups
-from meshwright.presets import find_model
+from meshwright.presets import find_machine, find_model
 from meshwright.simulation.job import Layout, Workload
 from meshwright.simulation.prediction import predict
-from meshwright.simulation.reading import parse_cluster
+from meshwright.simulation.reading import make_cluster, parse_cluster
 
 LLAMA = Workload(find_model("llama-3.1-8b"), 8192, 64)
 
@@ -47,6 +49,96 @@ def test_bound_and_stop_finds_what_pricing_everything_finds(model, cluster, seq,
     assert quick.ready == full.ready
     assert not why_not_trainable(request.work, quick.ready.layout)
     assert quick.num_priced < full.num_priced
+
+
+CHOICES = {
+    "tp": (1, 2, 3, 4),
+    "pp": (1, 2, 3, 4, 8),
+    "cp": (1, 2, 4),
+    "zero": (0, 1, 2, 3),
+    "hsdp": (2, 4),
+    "schedule": ("1f1b", "zb-v", "interleaved", "gpipe", "dualpipe"),
+    "recompute": ("none", "full", "selective", "half"),
+    "micro_batch": (1, 2, 3, 4),
+    "sequence_parallel": (True, False),
+    "half_layers": (True, False),
+    "cp_kind": ("ring", "ulysses"),
+    "attention": ("unfused",),
+}
+
+
+def random_questions(seed, count, *, most):
+    """Models, odd clusters, batches that do not divide, and what somebody fixes of them."""
+    rng = random.Random(seed)
+    while count:
+        model = find_model(rng.choice(("gpt-nano", "gpt2-xl", "llama-1b", "llama-3.1-8b", "gpt3-175b")))
+        machine = find_machine(rng.choice(("v100", "a100-40", "h100", "l4", "rtx3090", "mi300x", "gb200")))
+        devices = rng.choice(
+            [size for size in (1, 2, 3, 5, 6, 7, 8, 12, 15, 16, 24, 36, 64, 100, 256) if size <= most]
+        )
+        cluster = make_cluster(machine, devices, devices_per_node=rng.choice((0, 1, 2, 3, 4, 8)))
+        cluster = replace(cluster, oversubscription=rng.choice((1.0, 4.0)), pod_devices=rng.choice((0, 8)))
+        batch = rng.choice((1, 3, 7, 12, 16, 24, 48, 64, 100, 256))
+        fixed = {key: rng.choice(values) for key, values in CHOICES.items() if rng.random() < 0.12}
+        try:
+            yield make_request(Workload(model, rng.choice((128, 1024, 1536, 4096)), batch), cluster, fixed)
+        except PlanError:
+            continue
+        count -= 1
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "most"), [(0, 10, 16), pytest.param(1, 250, 256, marks=pytest.mark.parity)]
+)
+def test_random_questions_have_the_answers_of_pricing_everything(seed, count, most):
+    answered = 0
+    for request in random_questions(seed, count, most=most):
+        quick, full = (search(request, Wanted(ready=True, exhaustive=every)) for every in (False, True))
+        names = ("best", "ready", "by_mesh", "front")
+        assert [getattr(quick, name) for name in names] == [getattr(full, name) for name in names], request
+        # What training runs is one of all layouts: none of those that are left out for it is better.
+        assert quick.ready is None or quick.best.seconds <= quick.ready.seconds, request
+        assert_kept(request, [item for item in (*quick.by_mesh, *quick.front, quick.ready) if item])
+        answered += quick.best is not None
+    assert answered > count // 4
+
+
+def test_neither_whole_nor_half_layers_as_cut_units_are_left_out():
+    # 48 layers on 32 stages: halves are even, whole layers leave the last stage only one beside a large head.
+    work, fixed = Workload(find_model("gpt2-xl"), 512, 1), {"pp": 32, "cp": 4, "zero": 3}
+    found = search(ask(work, "128xv100", fixed), Wanted(ready=True))
+    assert not found.best.layout.half_layers
+    assert found.best == found.ready
+    assert search(ask(work, "128xv100", {**fixed, "half_layers": True})).best.seconds > found.best.seconds
+
+
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"schedule": "zb-v", "pp": 1}, "schedule=zb-v needs pp of at least 2"),
+        ({"cp_kind": "ulysses", "cp": 1}, "cp_kind=ulysses needs cp of at least 2"),
+        ({"sequence_parallel": True, "tp": 1}, "sequence_parallel=True needs tp of at least 2"),
+        ({"hsdp": 2, "zero": 0}, "hsdp=2 ranks share by zero=1, 2 or 3"),
+    ],
+)
+def test_what_is_fixed_needs_its_axis(fixed, text):
+    request = ask(fixed=fixed)
+    found = search(request)
+    assert found.best is None
+    assert any(text in reason for reason in reasons_of(request, found.rejected))
+
+
+def assert_kept(request, found):
+    """All devices, the whole batch, the memory, and all that is fixed."""
+    for item in found:
+        own = item.layout
+        values = {**vars(own), "hsdp": own.shard // own.cp}
+        assert {key: values[key] for key in request.fixed} == dict(request.fixed), request
+        assert own.num_devices == request.cluster.num_devices
+        assert request.work.global_batch % (own.dp * own.micro_batch) == 0
+        assert item.bytes <= request.usable_bytes
+        priced = predict(request.work, own, request.cluster)
+        assert (priced.step.total, priced.memory.peak) == pytest.approx((item.seconds, item.bytes), rel=1e-12)
 
 
 def random_layouts(seed, count):
