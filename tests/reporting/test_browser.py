@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import meshwright
 from meshwright.reporting.figure import Figure
 from meshwright.reporting.figures import figures_of
 from meshwright.reporting.page import as_page
 from meshwright.reporting.reading import read_run
 from meshwright.schedule.catalogue import make_schedule
 from meshwright.schedule.timing import Durations, makespan, run
+from meshwright.training.config import RunConfig
 from tests.reporting.browsers import Seen, View, find_browser, look
 from tests.reporting.folders import RESULT, make_folder, steps
 
@@ -252,3 +254,35 @@ def test_what_a_page_says_and_asks_for_is_seen(browser, tmp_path):
     assert any("aloud" in text for text in one.said)
     assert any("missing is not defined" in text for text in one.said)
     assert one.requests == ("http://127.0.0.1:9/x.png",)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("plan", ["pp=2,schedule=zb-h1,micro_batch=2", "zero=1,recompute=full"])
+def test_reports_of_real_runs(browser, tmp_path, plan):
+    """Two processes train; what their files say is what the page shows."""
+    source = {"source": "gpt-nano", "num_layers": 2, "dim": 32, "num_heads": 2, "ffn_dim": 48}
+    train = {"global_batch": 8, "stop_at": "4 steps", "eval_every": "2 steps", "eval_samples": 8}
+    config = RunConfig.model_validate({"model": source, "data": {"seq_len": 16}, "train": train})
+    result = meshwright.train(config, plan=plan, processes=2, out=tmp_path / "run")
+    page = result.report()
+    views = [View(str(page), width, dark) for width, dark in ((PHONE, False), (DESK, True))]
+    seen = {
+        (view.width, view.dark): one
+        for view, one in zip(views, look(browser, views, ASK, tmp_path), strict=True)
+    }
+    test_the_page_is_silent_asks_for_nothing_and_has_its_marks(page.parent, seen)
+    test_no_mark_is_empty_and_none_leaves_its_figure(seen)
+    test_texts_stay_in_their_figures_and_off_each_other(seen)
+    test_lines_do_not_run_through_numbers(seen)
+    recorded = json.loads((page.parent / "result.json").read_text())
+    losses = [json.loads(line)["loss"] for line in (page.parent / "metrics.jsonl").read_text().splitlines()]
+    for one in seen.values():
+        peaks = recorded["peak_memory_bytes"]
+        assert lengths(one, "peaks") == pytest.approx([size / max(peaks) for size in peaks], abs=1e-3)
+        sent = [entry["bytes"] for entry in recorded["communication"] if entry["bytes"]]
+        assert lengths(one, "communication") == pytest.approx([size / max(sent) for size in sent], abs=1e-3)
+        (line,) = (mark for mark in marks_of(one, "loss") if mark["tag"] == "polyline")
+        heights = [y for _, y in line["points"]]
+        order = sorted(range(4), key=lambda step: losses[step])
+        assert order == sorted(range(4), key=lambda step: -heights[step])
+        assert ("schedule" in one.answer["figures"]) == plan.startswith("pp")
