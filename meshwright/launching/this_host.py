@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -206,6 +207,11 @@ def num_cores() -> int:
 
 
 def _run(order: Order, processes: int) -> list[Found]:
+    parts = ["collectives"] if order.has_collectives else []
+    parts += ["a step beside its model"] if order.has_steps else []
+    parts += ["blocks, heads and attention of the model"] if order.blocks else []
+    # Some seconds for each part; the answer itself may be all that stdout has.
+    print(f"measuring this host on {processes} processes: {', '.join(parts)}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         found = run_local(partial(_measure, order), processes=processes, run_dir=Path(folder))
     return cast("list[Found]", found)
