@@ -124,7 +124,8 @@ def _refuse_pipeline(request: Request, layout: Layout) -> Rejection | None:
     stages = layout.pp * parts
     if layout.half_layers and parts > 1:
         return Rejection("half layers with several stages a rank", f"{layout.schedule} cuts whole layers")
-    if not layout.half_layers and stages > num_layers:
+    # Embedding and head may be stages of their own, counted as a layer each.
+    if not layout.half_layers and stages > num_layers and stages != num_layers + 2:
         return Rejection(
             "more stages than layers", f"{layout.pp} ranks x {parts} stages exceed {num_layers} layers"
         )

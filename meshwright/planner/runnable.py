@@ -12,7 +12,7 @@ from functools import lru_cache
 from meshwright.errors import MeshwrightError
 from meshwright.layout.check import PlanRequest, make_plan
 from meshwright.layout.recompute import parse_recompute
-from meshwright.simulation.job import Layout, Workload
+from meshwright.simulation.job import Layout, Workload, with_changes
 
 _BUILT = frozenset(item.name for item in dataclasses.fields(PlanRequest))
 
@@ -51,13 +51,20 @@ def why_not_trainable(work: Workload, layout: Layout) -> str:
         return "the rank order tp, pp, cp, dp is not built in train"
     if work.model.num_experts:
         return "experts are not built in train"
-    dp = max(1, layout.dp * layout.micro_batch)
-    small = dataclasses.replace(layout, micro_batch=1)
-    return _refused(small, 2 * dp // layout.micro_batch)
+    return _refused(_smallest(layout))
+
+
+def _smallest(layout: Layout) -> Layout:
+    """The same plan on as few data-parallel ranks as have all that it has: how many there are changes nothing here, and
+    a search asks of thousands."""
+    shares = min(2, layout.shard // layout.cp)
+    copies = min(2, layout.dp * layout.cp // layout.shard) if layout.shard else 1
+    dp = shares * copies if layout.shard else min(2, layout.dp)
+    return with_changes(layout, dp=dp, shard=shares * layout.cp, micro_batch=1)
 
 
 @lru_cache(maxsize=10_000)
-def _refused(layout: Layout, global_batch: int) -> str:
+def _refused(layout: Layout) -> str:
     keys = plan_keys(layout)
     lacking = [key for key in keys if key not in _BUILT and key != "zero"]
     if lacking:
@@ -68,7 +75,7 @@ def _refused(layout: Layout, global_batch: int) -> str:
         **{key: value for key, value in keys.items() if key not in ("zero", "recompute")},  # type: ignore[arg-type]
     )
     try:
-        make_plan(request, world_size=layout.num_devices, global_batch=global_batch)
+        make_plan(request, world_size=layout.num_devices, global_batch=2 * layout.dp)
     except MeshwrightError as error:
         return f"{error.code} {error.message.split('. ')[0]}"
     return ""

@@ -18,7 +18,8 @@ from meshwright.simulation.layers import head_seconds, layer_seconds
 
 @dataclass(frozen=True)
 class StageCut:
-    """Attributes: first and last unit (layers, or half layers) of a stage, from 0; seconds of one micro-batch."""
+    """Attributes: first and last unit (layers, or half layers) of a stage, from 0, last before first where it holds the
+    embedding or the head alone; seconds of one micro-batch."""
 
     first: int
     last: int
@@ -40,9 +41,12 @@ def stage_cuts(request: Request, layout: Layout) -> tuple[StageCut, ...]:
     units = request.work.model.num_layers * per_layer
     one = (layer.compute + layer.tensor + layer.context) / per_layer
     third = 1 / 3
+    stages = layout.pp * parts
+    if stages == units + 2:
+        layers = (StageCut(unit, unit, one) for unit in range(units))
+        return (StageCut(0, -1, 0.0), *layers, StageCut(units, units - 1, head))
     blocks = [Block(one * third, one * (1 - third)) for _ in range(units)]
     blocks[-1] = Block((one + head) * third, (one + head) * (1 - third))
-    stages = layout.pp * parts
     found = partition_chain(
         Problem({1: chain_of(blocks)}, (Group(stages),), (stages, stages), objective="maxfb", replicas="any")
     )

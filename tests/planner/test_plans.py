@@ -138,6 +138,13 @@ def test_stages_are_cut_so_that_the_head_counts():
     assert sum(cut.last - cut.first + 1 for cut in whole) == 32
     assert whole[-1].last - whole[-1].first < 4
     assert stage_cuts(request, Layout(dp=3072)) == ()
+    # Llama 3's 126 layers on 16 ranks with 8 stages each: embedding and head are stages of their own.
+    llama = Workload(find_model("llama-3.1-405b"), 8192, 2048)
+    found = make_plans(ask("16384xh100", {"tp": 8, "pp": 16, "cp": 1, "schedule": "interleaved"}, llama))
+    assert found.best.layout.chunks == 8
+    ends = stage_cuts(ask("16384xh100", work=llama), found.best.layout)
+    assert len(ends) == 128
+    assert [cut.last - cut.first + 1 for cut in ends] == [0, *[1] * 126, 0]
 
 
 def test_a_lock_file_comes_back_and_answers_questions(tmp_path):
