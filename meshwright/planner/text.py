@@ -90,13 +90,15 @@ def table_lines(found: Plans, seconds: float, spending: Spending = NO_SPENDING) 
         lines.append(_row(at, item, usable, cost, wide))
     lines += [f"  {at + 1}   {item.why}" for at, item in enumerate(found.plans)]
     best = found.best
-    memory = {key: value / _GIB for key, value in asdict(best.predicted.memory).items() if value}
+    # Of a small model in MiB, or all would be 0.0.
+    scale, unit, digits = (_GIB, "GiB", 1) if best.predicted.memory.peak >= _GIB else (2**20, "MiB", 0)
+    memory = {key: value / scale for key, value in asdict(best.predicted.memory).items() if value}
     lines += [
-        "memory   " + " · ".join(f"{key} {value:.1f}" for key, value in memory.items()) + " GiB",
+        "memory   " + " · ".join(f"{key} {value:.{digits}f}" for key, value in memory.items()) + f" {unit}",
         f"ranks    inside out: {rank_order(best.layout)} · batch {work.global_batch} = dp {best.layout.dp} x micro "
         f"{best.layout.micro_batch} x {num_microbatches(work, best.layout)}",
         "front    "
-        + " · ".join(f"{item.seconds:.3g} s {item.bytes / _GIB:.0f} GiB" for item in found.front[:6]),
+        + " · ".join(f"{item.seconds:.3g} s {item.bytes / scale:.0f} {unit}" for item in found.front[:6]),
         f"error    {_PUBLISHED if where.host is None else _MEASURED_HERE}",
     ]
     if any(item.obstacle for item in found.plans):
@@ -160,9 +162,10 @@ def _row(at: int, item: Plan, usable: float, cost: Cost | None, wide: int) -> st
     if cost is not None:
         money = f"  {cost.days:7.1f}" + (f" {dollars_text(cost):>9s}" if cost.dollars is not None else "")
     bar = "█" * filled + "░" * (_BAR - filled)
+    held = f"{peak:5.1f}" if peak >= 1 else f"{peak:5.2f}"
     return (
         f" {mark}{at + 1}{star}{describe(own.layout):{wide}s} {own.step.total:8.3g} s "
-        f"{own.tokens_per_second_per_device:9,.0f} {percent_text(own.mfu):>6s}  {bar} {peak:5.1f}{money}"
+        f"{own.tokens_per_second_per_device:9,.0f} {percent_text(own.mfu):>6s}  {bar} {held}{money}"
     )
 
 
