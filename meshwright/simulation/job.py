@@ -102,6 +102,7 @@ class Layout:
         counts_head: whether stages are cut by cost, the head counted: each takes layers until it has its share.
         holds_stage: whether stages of a pipeline hold what zero3 gathers, and whole sums of gradients in float32, from
             the first micro-batch to the last.
+        one_card: whether zero3's collectives between nodes go through one network card of a node at a time.
         blocking_launches: whether each launch of a kernel waits for its end (`CUDA_LAUNCH_BLOCKING=1`).
     """
 
@@ -136,6 +137,7 @@ class Layout:
     keeps_gathered: bool = False
     counts_head: bool = False
     holds_stage: bool = False
+    one_card: bool = False
     blocking_launches: bool = False
 
     @property

@@ -173,7 +173,7 @@ def _layout(row: Row, world: int) -> Layout:
         keeps_outputs=deepspeed,
         logit_bytes=_logit_bytes(lower, deepspeed=deepspeed, is_cut=tp > 1, is_fused=engine or compiled),
         accumulator_bytes=2 if "fp32 grad accumulation" in lower else 0,
-        overlap_gradients=is_fsdp or engine or "ddp=torch" in lower or "overlap" in lower,
+        overlap_gradients=is_fsdp or engine or (deepspeed and "zero-3" in lower) or "ddp=torch" in lower or "overlap" in lower,
         # Implementations of these schedules validate updates afterwards (Qi et al. 2024, section 4).
         joined_steps=_schedule(row).startswith("zb"),
         reduces_whole=deepspeed,
@@ -183,6 +183,8 @@ def _layout(row: Row, world: int) -> Layout:
         keeps={"zb-h1": pp, "zb-h2": 2 * pp}.get(_schedule(row), 0),
         counts_head="stages cut by cost" in lower,
         holds_stage=is_fsdp,
+        # Its ZeRO-3 of 2021 and 2022 gathers each parameter by itself, and reached what one card of a node carries.
+        one_card=deepspeed and not is_fsdp,
         blocking_launches="launch_blocking" in lower,
         overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
     )

@@ -7,7 +7,7 @@ layer is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from meshwright.presets.calibration import Calibration, calibration_of
@@ -272,13 +272,21 @@ def sharing_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calib
         # Copies sum their shards of gradients once a step.
         part, copies = 4.0 * numel / shards, ranks // shards
         last = seconds(part, over=copies, away=stride * shards, passes=2)
-        gather, scatter = (seconds(size * one, over=shards) for size in (2.0, layout.gradient_bytes))
+        way = _by_one_card(cluster) if layout.one_card else cluster
+        gather, scatter = (
+            collective_seconds(way, fit, size * one, ranks=shards, stride=stride)
+            for size in (2.0, layout.gradient_bytes)
+        )
         return Sharing(gather, scatter, 0.0, last, optimizer, sums)
     if layout.zero == 0:
         return Sharing(0.0, 0.0, 0.0, seconds(grads, passes=2), optimizer, sums)
     reduce = seconds(grads, passes=2 if layout.zero == 1 and layout.reduces_whole else 1)
     micro = reduce if layout.zero == 2 else 0.0
     return Sharing(0.0, 0.0, micro, reduce + seconds(2.0 * numel), optimizer, sums)
+
+
+def _by_one_card(cluster: Cluster) -> Cluster:
+    return replace(cluster, nic_bytes_per_second=cluster.nic_bytes_per_second / cluster.devices_per_node)
 
 
 def _sum_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibration) -> float:
