@@ -2,7 +2,7 @@
 
     python benchmarks/rank_sweeps.py [more.csv ...] [--orders]
 
-The shipped table is read always; further ones, with its columns, add rows that are not shipped. A sweep without two
+Both shipped tables are read always; further ones, with its columns, add rows that are not shipped. A sweep without two
 layouts in the tables is left out. With --orders each sweep's layouts are listed, the published best first.
 """
 
@@ -16,11 +16,13 @@ from meshwright.simulation.published import Job, Row, read_jobs
 from meshwright.simulation.sweeps import Entry, Ranking, rank, shipped_sweeps
 
 _BAR = 0.05
+# Runs of the second are for rankings alone: no constant is fitted to them.
+_SHIPPED = ("published_runs.csv", "published_rankings.csv")
 
 
 def rankings(paths: list[str]) -> list[Ranking]:
     """All sweeps that the tables have."""
-    texts = [(files("meshwright.simulation") / "published_runs.csv").read_text(encoding="utf-8")]
+    texts = [(files("meshwright.simulation") / name).read_text(encoding="utf-8") for name in _SHIPPED]
     for path in paths:
         with open(path, newline="", encoding="utf-8") as file:
             texts.append(file.read())

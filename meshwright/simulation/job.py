@@ -89,6 +89,7 @@ class Layout:
         logit_bytes: of one logit and its gradient at the peak: 6 for a loss that works in place (16 bits and float32),
             14 for torch's own, which keeps two more in float32.
         overlap_gradients: whether reductions, and gathers of zero3, run beside computations.
+        overlap_weights: whether the gather of new weights runs beside the next forward.
         overlap_tensor: whether tp's collectives run beside products, in pieces.
         cp_kind: how attention sees the whole sequence: keys and values go round, heads are exchanged for tokens, or all
             keys and values are gathered.
@@ -128,6 +129,7 @@ class Layout:
     keeps_outputs: bool = False
     logit_bytes: int = 6
     overlap_gradients: bool = True
+    overlap_weights: bool = True
     overlap_tensor: bool = False
     cp_kind: ContextKind = "ring"
     pipeline_inside: bool = False

@@ -157,6 +157,7 @@ def _layout(row: Row, world: int) -> Layout:
         pp=pp,
         cp=cp,
         zero=_zero_stage(lower, is_fsdp=is_fsdp),
+        shard=_shard(lower, world // (tp * pp)),
         sequence_parallel=row.get("sequence_parallel", "") == "y",
         schedule=_schedule(row),
         chunks=_chunks(row, pp),
@@ -173,7 +174,12 @@ def _layout(row: Row, world: int) -> Layout:
         keeps_outputs=deepspeed,
         logit_bytes=_logit_bytes(lower, deepspeed=deepspeed, is_cut=tp > 1, is_fused=engine or compiled),
         accumulator_bytes=2 if "fp32 grad accumulation" in lower else 0,
-        overlap_gradients=is_fsdp or engine or (deepspeed and "zero-3" in lower) or "ddp=torch" in lower or "overlap" in lower,
+        overlap_gradients=is_fsdp
+        or engine
+        or (deepspeed and "zero-3" in lower)
+        or "ddp=torch" in lower
+        or "overlap" in lower,
+        overlap_weights=engine,
         # Implementations of these schedules validate updates afterwards (Qi et al. 2024, section 4).
         joined_steps=_schedule(row).startswith("zb"),
         reduces_whole=deepspeed,
@@ -183,8 +189,7 @@ def _layout(row: Row, world: int) -> Layout:
         keeps={"zb-h1": pp, "zb-h2": 2 * pp}.get(_schedule(row), 0),
         counts_head="stages cut by cost" in lower,
         holds_stage=is_fsdp,
-        # Its ZeRO-3 of 2021 and 2022 gathers each parameter by itself, and reached what one card of a node carries.
-        one_card=deepspeed and not is_fsdp,
+        one_card="lists of tensors" in lower,
         blocking_launches="launch_blocking" in lower,
         overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
     )
@@ -211,6 +216,12 @@ def _zero_stage(notes: str, *, is_fsdp: bool) -> int:
         return 3
     stage = re.search(r"zero-?([0-3])", notes)
     return int(stage.group(1)) if stage else int("distributed" in notes)
+
+
+def _shard(notes: str, ranks: int) -> int:
+    """Ranks that share, where they are fewer than all: `ZeRO-1 over 8 ranks`, `zero1=8`."""
+    found = re.search(r"(?:zero-?[123] over |zero1=)(\d+)", notes)
+    return int(found.group(1)) if found and int(found.group(1)) < ranks else 0
 
 
 def _precision(dtype: str) -> str:

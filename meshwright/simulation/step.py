@@ -31,6 +31,8 @@ _UPDATE_BYTES = 30
 # added to another; sums of their own buffer in float32 are a pass more, which also clears what it read.
 _SUM_BYTES = 6
 _OWN_SUM_BYTES = 12
+# Communication takes units and memory of the computations that it runs beside (Galvatron measured 1.13).
+_SLOWDOWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Sharing:
     Attributes:
         gather, scatter: weights and gradients of one layer and micro-step (zero3).
         micro: the reduction of each micro-step but the last (zero2).
-        last: what is exchanged at the end of a step.
+        last: reductions at the end of a step.
+        spread: the gather of new weights.
         optimizer: the update.
         sums: adding gradients of one layer and micro-step to those before.
     """
@@ -101,6 +104,7 @@ class Sharing:
     scatter: float
     micro: float
     last: float
+    spread: float
     optimizer: float
     sums: float
 
@@ -235,9 +239,14 @@ def weights_seconds(layout: Layout, fit: Calibration, layer: LayerSeconds, shari
     if not sharing.gather:
         return 0.0
     hidden = fit.overlap if layout.overlap_gradients else 0.0
-    forward = max(0.0, sharing.gather - hidden * (layer.forward + layer.tensor / 2))
+    forward = exposed_seconds(sharing.gather, hidden * (layer.forward + layer.tensor / 2))
     behind = layer.inputs + layer.weights + layer.again + layer.tensor / 2
-    return forward + max(0.0, sharing.gather + sharing.scatter - hidden * behind)
+    return forward + exposed_seconds(sharing.gather + sharing.scatter, hidden * behind)
+
+
+def exposed_seconds(seconds: float, room: float) -> float:
+    """What communication costs beside computations that have room for so much: those slow down by a tenth of it."""
+    return seconds - (1 - _SLOWDOWN) * min(seconds, room)
 
 
 def stage_numel(work: Workload, layout: Layout) -> float:
@@ -261,28 +270,32 @@ def sharing_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calib
     ranks, stride = layout.dp * layout.cp, data_stride(layout)
     sums = _sum_seconds(work, layout, cluster, fit)
     if ranks == 1:
-        return Sharing(0.0, 0.0, 0.0, 0.0, optimizer, sums)
+        return Sharing(0.0, 0.0, 0.0, 0.0, 0.0, optimizer, sums)
 
     def seconds(num_bytes: float, *, over: int = ranks, away: int = stride, passes: int = 1) -> float:
         return collective_seconds(cluster, fit, num_bytes, ranks=over, stride=away, passes=passes)
 
     grads = layout.gradient_bytes * numel
+    if layout.zero == 0:
+        return Sharing(0.0, 0.0, 0.0, seconds(grads, passes=2), 0.0, optimizer, sums)
+    # Copies sum their shards of gradients once a step.
+    copies = ranks // shards
+    size = 4.0 if layout.zero == 3 else layout.gradient_bytes
+    last = seconds(size * numel / shards, over=copies, away=stride * shards, passes=2)
     if layout.zero == 3:
         one = layer_numel(work) / layout.tp
-        # Copies sum their shards of gradients once a step.
-        part, copies = 4.0 * numel / shards, ranks // shards
-        last = seconds(part, over=copies, away=stride * shards, passes=2)
         way = _by_one_card(cluster) if layout.one_card else cluster
         gather, scatter = (
             collective_seconds(way, fit, size * one, ranks=shards, stride=stride)
             for size in (2.0, layout.gradient_bytes)
         )
-        return Sharing(gather, scatter, 0.0, last, optimizer, sums)
-    if layout.zero == 0:
-        return Sharing(0.0, 0.0, 0.0, seconds(grads, passes=2), optimizer, sums)
-    reduce = seconds(grads, passes=2 if layout.zero == 1 and layout.reduces_whole else 1)
+        return Sharing(gather, scatter, 0.0, last, 0.0, optimizer, sums)
+    spread = seconds(2.0 * numel, over=shards)
+    if layout.zero == 1 and layout.reduces_whole:
+        return Sharing(0.0, 0.0, 0.0, seconds(grads, passes=2), spread, optimizer, sums)
+    reduce = seconds(grads, over=shards)
     micro = reduce if layout.zero == 2 else 0.0
-    return Sharing(0.0, 0.0, micro, reduce + seconds(2.0 * numel), optimizer, sums)
+    return Sharing(0.0, 0.0, micro, reduce + last, spread, optimizer, sums)
 
 
 def _by_one_card(cluster: Cluster) -> Cluster:
@@ -302,10 +315,13 @@ def _gradient_seconds(layout: Layout, fit: Calibration, m: int, stage: float, sh
     if layout.zero == 3:
         return sharing.last
     if not layout.overlap_gradients:
-        return (m - 1) * sharing.micro + sharing.last
-    hidden = fit.overlap * 0.6 * stage
-    earlier = (m - 1) * max(0.0, sharing.micro - hidden)
-    return earlier + max(0.1 * sharing.last, sharing.last - hidden)
+        return (m - 1) * sharing.micro + sharing.last + sharing.spread
+    # Backward of one micro-batch; few of a device's units are busy with what goes to other nodes.
+    hidden = 0.6 * stage
+    earlier = (m - 1) * exposed_seconds(sharing.micro, hidden)
+    # Forward of the next step.
+    beside = hidden / 2 if layout.overlap_weights else 0.0
+    return earlier + exposed_seconds(sharing.last, hidden) + exposed_seconds(sharing.spread, beside)
 
 
 def model_flops(work: Workload) -> float:

@@ -185,6 +185,27 @@ def test_stages_of_sharding_are_read(text, zero):
 
 
 @pytest.mark.parametrize(
+    ("text", "shard"), [("ZeRO-1 over 4 ranks", 4), ("zero1=2", 2), ("ZeRO-1", 0), ("ZeRO-1 over 8 ranks", 0)]
+)
+def test_ranks_that_share_among_themselves_are_read(text, shard):
+    # T0911: tp 2, pp 24, dp 8.
+    assert read_job({**row_of("T0911"), "zero_stage_fsdp": text}).layout.shard == shard
+
+
+def test_words_on_launches_and_lists_are_read():
+    assert read_job(row_of("T0906")).layout.blocking_launches
+    assert not read_job(row_of("T0831")).layout.blocking_launches
+    listed = {
+        "zero_stage_fsdp": "ZeRO-3",
+        "compile_fused_notes": "DeepSpeed, collectives over lists of tensors",
+    }
+    layout = read_job({**row_of("T0599"), "tp": "1", "pp": "1", **listed}).layout
+    assert layout.one_card
+    assert layout.overlap_gradients
+    assert not layout.overlap_weights
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"micro_batch": "not stated"}, "micro_batch is not stated"),

@@ -8,12 +8,20 @@ import pytest
 from meshwright.simulation.published import read_jobs
 from meshwright.simulation.sweeps import Sweep, rank, shipped_sweeps
 
-TEXT = (files("meshwright.simulation") / "published_runs.csv").read_text(encoding="utf-8")
-ROWS = {row["id"]: row for row in csv.DictReader(TEXT.splitlines())}
+TEXTS = [
+    (files("meshwright.simulation") / name).read_text(encoding="utf-8")
+    for name in ("published_runs.csv", "published_rankings.csv")
+]
+ROWS = {row["id"]: row for text in TEXTS for row in csv.DictReader(text.splitlines())}
 JOBS = read_jobs(ROWS.values())[0]
 SWEEPS = {sweep.name: sweep for sweep in shipped_sweeps()}
 # `docs/simulation.md` says why it is not.
 NOT_MET = {"BLOOM 181B, batch 1568"}
+
+
+UNSHIPPED = {
+    identity for sweep in SWEEPS.values() if sweep.name.startswith("vTrain") for identity in sweep.rows
+}
 
 
 def is_shipped(sweep):
@@ -41,6 +49,12 @@ def test_every_sweep_says_what_varies_and_why_its_rows_compare():
         assert sweep.why
         # All of its rows are shipped, or none is.
         assert len({identity in ROWS for identity in sweep.rows}) == 1
+
+
+def test_rows_for_rankings_alone_are_in_no_table_that_is_fitted():
+    fitted, ranked = ({row["id"] for row in csv.DictReader(text.splitlines())} for text in TEXTS)
+    assert not fitted & ranked
+    assert ranked == {identity for sweep in SWEEPS.values() for identity in sweep.rows} - fitted - UNSHIPPED
 
 
 def test_a_sweep_without_rows_here_is_not_ranked():
