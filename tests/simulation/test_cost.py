@@ -289,7 +289,7 @@ def test_ranks_that_share_in_a_node_gather_there_and_sum_copies_between_nodes():
     everywhere, inside = (
         sharing_seconds(work, replace(layout, shard=shard), cluster, FIT) for shard in (0, 8)
     )
-    assert inside.spread < 0.3 * everywhere.spread
+    assert inside.spread < 0.7 * everywhere.spread
     assert inside.last > everywhere.last
     hidden, waited = (
         seconds(replace(layout, overlap_weights=beside), cluster, work, FIT) for beside in (True, False)
