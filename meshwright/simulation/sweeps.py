@@ -1,7 +1,8 @@
 """Sweeps of published runs: one model, batch and cluster, laid out in several ways; which way is predicted to be best.
 
 Owns which rows are one sweep, and why (`published_sweeps.csv`). Runs of one layout count once, by their mean. Rows
-are of `published_runs.csv`, of `published_rankings.csv` (no constant is fitted to it), or of a table that is not shipped.
+are of `published_runs.csv`, of `published_rankings.csv` (no constant is fitted to it), or of a table that is not
+shipped.
 """
 
 from __future__ import annotations
