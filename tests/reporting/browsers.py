@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HEIGHT = 900
+# A browser that says nothing for so long never will.
+HANGS_SECONDS = 240
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,15 @@ def _start_qt(views: Sequence[View], ask: str, *, dark: bool) -> subprocess.Comp
     }
     order = json.dumps({"ask": ask, "views": [asdict(view) for view in views]})
     command = [sys.executable, str(Path(__file__).with_name("qt_browser.py"))]
-    return subprocess.run(command, input=order, capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(
+        command,
+        input=order,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=HANGS_SECONDS,
+    )
 
 
 class Chromium:
@@ -157,6 +168,7 @@ class Chromium:
 
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            assert select.select([self._in], [], [], HANGS_SECONDS)[0], "the browser says nothing"
             read = os.read(self._in.fileno(), 1 << 16)
             assert read, "the browser has ended"
             self._rest += read

@@ -256,6 +256,27 @@ def test_what_a_page_says_and_asks_for_is_seen(browser, tmp_path):
     assert one.requests == ("http://127.0.0.1:9/x.png",)
 
 
+def test_pictures_of_plans_keep_their_marks_and_texts(browser, tmp_path):
+    """In a dark notebook: pictures have their own ground, the table takes the page's colours."""
+    plans = meshwright.plan("llama-3.1-8b", cluster="16xh100", global_batch=64, seq_len=8192)
+    pictures = {"front": plans.pareto(), "gantt": plans.gantt(2)}
+    body = "".join(
+        f'<section class="figure" id="{name}">{made.svg}</section>' for name, made in pictures.items()
+    )
+    page = tmp_path / "notebook.html"
+    style = "background:rgb(17, 17, 17);color:rgb(238, 238, 238)"
+    page.write_text(f'<meta charset="utf-8"><body style="{style}">{plans._repr_html_()}{body}</body>')
+    (one,) = look(browser, [View(str(page), DESK, True)], ASK, tmp_path)
+    seen = {(DESK, True): one}
+    assert one.said == one.requests == ()
+    test_no_mark_is_empty_and_none_leaves_its_figure(seen)
+    test_texts_stay_in_their_figures_and_off_each_other(seen)
+    assert len(marks_of(one, "front")) == len(pictures["front"].rows)
+    assert (
+        min(contrast(colour, one.answer["ground"]) for colour in one.answer["words"]) >= LEAST_TEXT_CONTRAST
+    )
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("plan", ["pp=2,schedule=zb-h1,micro_batch=2", "zero=1,recompute=full"])
 def test_reports_of_real_runs(browser, tmp_path, plan):
