@@ -1,11 +1,16 @@
 """Sweeps of published runs: what is predicted to be best is within 5 % of what was published as best."""
 
 import csv
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
 
+from meshwright.presets import find_machine, find_model
+from meshwright.simulation.job import Layout, Workload
 from meshwright.simulation.published import read_jobs
+from meshwright.simulation.reading import make_cluster
+from meshwright.simulation.step import step_seconds
 from meshwright.simulation.sweeps import Sweep, rank, shipped_sweeps
 
 TEXTS = [
@@ -19,6 +24,8 @@ SWEEPS = {sweep.name: sweep for sweep in shipped_sweeps()}
 NOT_MET = {"BLOOM 181B, batch 1568"}
 
 
+GPT3 = find_model("gpt3-175b")
+MEGATRON = Layout(recompute="full", attention="unfused", overlap_gradients=False)
 UNSHIPPED = {
     identity for sweep in SWEEPS.values() if sweep.name.startswith("vTrain") for identity in sweep.rows
 }
@@ -70,3 +77,42 @@ def test_runs_of_one_layout_count_once_by_their_mean():
     assert ranking.chosen is ranking.predicted_order[0]
     worst = rank(Sweep("one", ("T0906", "T0911"), "tp x pp", "a test"), JOBS)
     assert worst.entries[0].published == pytest.approx(rates[0])
+
+
+def rates(layouts, *, layers, dim, heads, batch):
+    """Sequences a second on 64 A100 with all computed again, by what distinguishes the layout."""
+    own = replace(GPT3, num_layers=layers, dim=dim, num_heads=heads, num_kv_heads=heads, ffn_dim=4 * dim)
+    work, cluster = Workload(own, 2048, batch), make_cluster(find_machine("a100"), 64)
+    return {
+        key: batch / step_seconds(work, replace(MEGATRON, **degrees), cluster).total
+        for key, degrees in layouts.items()
+    }
+
+
+@pytest.mark.parametrize("batch", [32, 128])
+def test_tensor_parallelism_fills_a_node_and_pipelines_lie_across(batch):
+    """Narayanan et al. 2021, figure 13: 162B, tp x pp = 64."""
+    found = rates(
+        {pp: {"tp": 64 // pp, "pp": pp} for pp in (2, 4, 8, 16, 32)},
+        layers=32,
+        dim=20480,
+        heads=128,
+        batch=batch,
+    )
+    assert max(found, key=found.get) == 8
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_model_that_fits_is_fastest_by_data_parallelism(axis):
+    """Figures 14 and 15: 5.9B, each doubling of pp or tp at the cost of dp is slower."""
+    layouts = {size: {axis: size, "dp": 64 // size} for size in (2, 4, 8, 16, 32)}
+    found = rates(layouts, layers=32, dim=3840, heads=32, batch=512)
+    assert list(found) == sorted(found, key=found.get, reverse=True)
+
+
+@pytest.mark.parametrize("batch", [128, 512])
+def test_the_best_micro_batch_weighs_products_against_the_bubble(batch):
+    """Figure 16: 91B on tp 8 x pp 8, of 1, 2, 4 and 8 the best is 2."""
+    layouts = {size: {"tp": 8, "pp": 8, "micro_batch": size} for size in (1, 2, 4, 8)}
+    found = rates(layouts, layers=32, dim=15360, heads=128, batch=batch)
+    assert found[2] >= 0.99 * max(found.values())
