@@ -26,6 +26,7 @@ from meshwright.simulation.step import (
     Pieces,
     Sharing,
     StepSeconds,
+    layers_of_stages,
     one_message_seconds,
     sharing_seconds,
     step_seconds,
@@ -63,6 +64,17 @@ class Parts:
         own = sharing or self.sharing(layout)
         pieces = Pieces(layer, head, self._message(layout), own)
         return step_seconds(request.work, layout, request.cluster, self._fit, pieces=pieces)
+
+    def least(self, layout: Layout, sharing: Sharing) -> float:
+        """With no less than this `sharing` a layout takes no less than this.
+
+        Where the last stage has fewer layers than the others and its head makes it the slowest, the bubble of the mean
+        stage may shrink by more than the micro-batches grow; there it is left out.
+        """
+        step = self.step(layout, sharing=sharing)
+        work = self._request.work
+        _, last = layers_of_stages(work, layout)
+        return step.total if last * layout.pp >= work.model.num_layers else step.total - step.bubble
 
     def bytes(self, layout: Layout) -> float:
         """Of the fullest rank."""

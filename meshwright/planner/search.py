@@ -199,7 +199,7 @@ class _Search:
                 self._reject(refused.reason)
                 continue
             for sharing, shares in self._kinds(group):
-                ways.append((self._parts.step(way, sharing=sharing).total, way, shares))
+                ways.append((self._parts.least(way, sharing), way, shares))
         return sorted(ways, key=lambda way: way[0])
 
     def _frugal(self, group: Group, start: Layout) -> float | None:

@@ -97,7 +97,8 @@ def test_random_questions_have_the_answers_of_pricing_everything(seed, count, mo
         names = ("best", "ready", "by_mesh", "front")
         assert [getattr(quick, name) for name in names] == [getattr(full, name) for name in names], request
         # What training runs is one of all layouts: none of those that are left out for it is better.
-        assert quick.ready is None or quick.best.seconds <= quick.ready.seconds, request
+        # But for rounding: layers that wait for their host take the same time in many layouts.
+        assert quick.ready is None or quick.best.seconds <= quick.ready.seconds * (1 + 1e-12), request
         assert_kept(request, [item for item in (*quick.by_mesh, *quick.front, quick.ready) if item])
         answered += quick.best is not None
     assert answered > count // 4
