@@ -16,9 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Where neither is there, tests in a browser skip; nothing else needs one.
 $(BROWSER): $(STAMP)
-	@if command -v chromium || command -v google-chrome; then touch $@; \
-	elif $(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'; then touch $@; \
-	else echo "PyQt6-WebEngine cannot be installed here, and no Chromium is on the path: tests in a browser will skip"; fi
+	@command -v chromium || command -v google-chrome \
+	|| $(BIN)/python -m pip install -q --retries 1 -c constraints.txt -e '.[browser]' \
+	|| echo "PyQt6-WebEngine cannot be installed, and no Chromium is on the path: tests in a browser skip (rm $@ to try again)"
+	@touch $@
 
 demo: $(STAMP)      ## a language model learns from real text on 2 local processes (< 60 s)
 	$(BIN)/meshwright demo

@@ -51,7 +51,7 @@ def plan(model: Model, **options: Unpack[PlanOptions]) -> PlanResult:
 
     Args:
         model: a preset; a config.json of Hugging Face or its folder; a run file or a configuration;
-            `py:module:function`; a module or a function that makes one; what `meshwright.hf` returned.
+            `py:module:function` or `hf:PLACE`; a module or a function that makes one; what `meshwright.hf` returned.
         **options: see `PlanOptions`.
 
     Returns:
@@ -110,8 +110,9 @@ def read_model(model: Model) -> tuple[Sections, ModelPreset | None]:
     if text.endswith(".toml"):
         resolved = load_config(Path(text))
         return sections_of(resolved), shape_of_run(resolved.config)
-    if text.startswith("py:"):
-        return {}, shape_of_run(load_config(None, [f"model.source={text}"]).config)
+    if text.startswith(("py:", "hf:")):
+        resolved = load_config(None, [f"model.source={text}"])
+        return {"model": {"source": text}}, shape_of_run(resolved.config)
     is_file = text.endswith(".json") or Path(text).is_dir()
     name = f"hf:{text}" if is_file else f"preset:{text.removeprefix('preset:')}"
     return {"model": {"source": name}}, None

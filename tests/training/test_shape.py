@@ -10,11 +10,12 @@ from torch import nn
 
 import meshwright
 from meshwright.errors import ConfigError
+from meshwright.launching import shapes
 from meshwright.models.build import build_model
 from meshwright.presets import find_model
 from meshwright.presets.counts import num_parameters
 from meshwright.training.shape import shape_of_model
-from tests.training.hf_models import SIZES
+from tests.training.hf_models import SIZES, save
 
 
 class Small(nn.Module):
@@ -59,6 +60,20 @@ def test_models_of_transformers_have_theirs(family):
     assert (shape.num_layers, shape.dim, shape.num_heads, shape.vocab_size) == (2, 32, 4, 67)
     assert (shape.family, shape.num_kv_heads) == (("gpt", 4) if family == "gpt2" else ("llama", 2))
     assert found.source == f"hf:{family}"
+
+
+def test_a_folder_of_weights_is_read_by_its_name_and_without_torch(tmp_path, monkeypatch):
+    save("llama", tmp_path / "tiny", vocab_size=256)
+    monkeypatch.setattr(shapes, "run_local", None)  # no process is needed for it
+    named = meshwright.plan(f"hf:{tmp_path / 'tiny'}", cluster="2xh100", global_batch=8, seq_len=16)
+    folder = meshwright.plan(tmp_path / "tiny", cluster="2xh100", global_batch=8, seq_len=16)
+    made = meshwright.plan(
+        meshwright.hf(str(tmp_path / "tiny"), init="pretrained"), cluster="2xh100", seq_len=16
+    )
+    assert named.request == folder.request
+    shape = dataclasses.replace(folder.request.work.model, name="", source="")
+    assert dataclasses.replace(made.request.work.model, name="", source="") == shape
+    assert (named.source, made.source) == (f"hf:{tmp_path / 'tiny'}",) * 2
 
 
 def test_a_model_with_sizes_under_other_names():
