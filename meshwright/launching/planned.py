@@ -7,6 +7,7 @@ every rank of torchrun or SLURM the same file gives the same plan.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,23 @@ from meshwright.launching.gpus import local_cluster
 from meshwright.launching.shapes import shape_of_run
 from meshwright.launching.this_host import located, num_cores
 from meshwright.planner.asking import ask, sections_of
+from meshwright.planner.lock import LOCK_NAME
 from meshwright.planner.plans import Plans, describe, make_plans
 from meshwright.planner.request import Request
 from meshwright.planner.runnable import plan_keys
 from meshwright.planner.take import Offered, of_file, take
 from meshwright.presets.models import ModelPreset
 from meshwright.simulation.host_keys import is_known
-from meshwright.training.config import DEFAULT, Resolved, default_cache_dir
+from meshwright.training.config import COMMAND_LINE, DEFAULT, Resolved, default_cache_dir
 from meshwright.training.sections import PlanConfig
 
 # Of a model or a plan that the planner has no shape or no price for.
 _NOT_PLANNED = ("E104", "E106", "E283", "E287")
 _SHOWN = 3
+# Keys of [plan] that are options of `meshwright plan`, or none of its business.
+_NOT_ASKED = ("lock", "mode", "cluster", "processes", "memory_headroom", "transport", "bucket_bytes")
+# More processes than this on a core are a plan for another machine.
+_MOST_A_CORE = 4
 
 
 @dataclass(frozen=True)
@@ -84,12 +90,16 @@ def planned(
     if given.offered is not None:
         return _taken(resolved, given.offered, world_size, given)
     if path is not None:
-        offered = of_file(path, again=_command(resolved.source, path))
+        offered = of_file(path, again=_command(resolved, path))
         return _taken(resolved, offered, world_size, given)
     if resolved.config.plan.mode != "auto" or world_size is not None:
         return Planned(resolved)
     request = _question(resolved, num_gpus)
-    return Planned(resolved) if request is None else _found(resolved, make_plans(request))
+    if request is None:
+        return Planned(resolved)
+    devices = request.cluster.num_devices
+    _check_processes(resolved, devices, "plan.cluster has", "leave plan.cluster out")
+    return _found(resolved, make_plans(request))
 
 
 def _question(resolved: Resolved, num_gpus: int) -> Request | None:
@@ -149,15 +159,31 @@ def _taken(resolved: Resolved, offered: Offered, world_size: int | None, given: 
     request = located(request, cache_of(resolved), measures=False)
     taken = take(offered, request)
     devices = request.cluster.num_devices
+    place = f"{offered.place} has plans for"
+    _check_processes(resolved, devices, place, offered.fix, world_size=world_size)
+    keys = {**taken.keys, "mode": "given", **({} if world_size else {"processes": devices})}
+    return _predicted(with_keys(resolved, keys, origin=Path(offered.place).name), taken.predicted, request)
+
+
+def _check_processes(
+    resolved: Resolved, devices: int, place: str, fix: str, *, world_size: int | None = None
+) -> None:
+    """A plan is for as many processes as there are; what a launcher has not started is started here, if this host is
+    meant."""
     asked = world_size or resolved.config.plan.processes or devices
     if asked != devices:
         raise PlanError(
             "E294",
-            f"{offered.place} has plans for {devices} devices, and {asked} processes are asked for. Start {devices}, "
-            f"or with plan.processes={asked}: {offered.fix}",
+            f"{place} {devices} devices, and {asked} processes are asked for. Start {devices}, or with "
+            f"plan.processes={asked}: {fix}",
         )
-    keys = {**taken.keys, "mode": "given", **({} if world_size else {"processes": devices})}
-    return _predicted(with_keys(resolved, keys, origin=Path(offered.place).name), taken.predicted, request)
+    given = world_size or resolved.config.plan.processes
+    if not given and devices > _MOST_A_CORE * num_cores():
+        raise PlanError(
+            "E294",
+            f"{place} {devices} devices, and this host has {num_cores()} cores. Start the run there, by torchrun or "
+            f"`meshwright launch`; or {fix[0].lower()}{fix[1:]}; plan.processes={devices} starts all of them here",
+        )
 
 
 def _table(value: object) -> dict[str, object]:
@@ -184,6 +210,22 @@ def with_keys(resolved: Resolved, keys: Mapping[str, object], *, origin: str) ->
     return Resolved(config, MappingProxyType(origins), resolved.source, resolved.warnings)
 
 
-def _command(source: Path | None, lock: Path) -> str:
-    beside = source is None or lock == source.with_name(lock.name)
-    return f"meshwright plan {source or 'run.toml'}" + ("" if beside else f" --out {lock}")
+def _command(resolved: Resolved, lock: Path) -> str:
+    """What makes the file anew for this run, with what its command line says."""
+    said = {key: value for key, value in resolved.values().items() if resolved.origins[key] == COMMAND_LINE}
+    keys = {key.removeprefix("plan."): value for key, value in said.items() if key.startswith("plan.")}
+    fixed = ",".join(f"{key}={_word(value)}" for key, value in keys.items() if key not in _NOT_ASKED)
+    options = {
+        "--cluster": keys.get("cluster") or (f"{keys['processes']}xcpu" if "processes" in keys else None),
+        "--batch": said.get("train.global_batch"),
+        "--seq": said.get("data.seq_len"),
+        "--headroom": keys.get("memory_headroom"),
+        "--plan": fixed,
+        "--out": None if lock.absolute() == Path(LOCK_NAME).absolute() else lock,
+    }
+    words = [f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value]
+    return " ".join(("meshwright plan", str(resolved.source or "run.toml"), *words))
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

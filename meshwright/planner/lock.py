@@ -30,22 +30,16 @@ _SILENT = ("aliases", "source", "name", "rope_theta", "norm_epsilon")
 def fingerprints(request: Request) -> dict[str, str]:
     """Of what a plan is for: the model's shape, the data's, and the cluster."""
     work = request.work
+    # What was measured of this host says itself when a price has changed.
+    cluster = {key: value for key, value in cluster_value(request.cluster).items() if key != "host"}
     shape = {key: value for key, value in asdict(work.model).items() if key not in _SILENT}
     parts = {
         "model": shape,
         "data": {"seq_len": work.seq_len, "global_batch": work.global_batch},
-        "cluster": {**_untaught(cluster_value(request.cluster)), "headroom": request.headroom},
+        "cluster": {**cluster, "headroom": request.headroom},
         "fixed": {key: request.fixed[key] for key in sorted(request.fixed)},
     }
     return {name: _digest(part) for name, part in parts.items()}
-
-
-def _untaught(cluster: dict[str, object]) -> dict[str, object]:
-    """Without what runs taught: a run must not make the plan stale that it was made by."""
-    host = cluster.get("host")
-    if not isinstance(host, dict):
-        return cluster
-    return {**cluster, "host": {key: value for key, value in host.items() if key != "learned"}}
 
 
 def _digest(value: object) -> str:
