@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.comm.transports.shared_messages import NUM_PIECES, PIECE_BYTES
 from meshwright.planner.request import make_request
 from meshwright.planner.search import Wanted, search
 from meshwright.presets import find_model
@@ -11,7 +12,7 @@ from meshwright.presets.counts import num_parameters
 from meshwright.presets.host import BlockTime, CollectiveTime, HostProfile, Learned, PartTime
 from meshwright.simulation.host import host_step, stage_blocks
 from meshwright.simulation.host_keys import attend_of, block_of, head_of
-from meshwright.simulation.host_peak import host_peak
+from meshwright.simulation.host_peak import RING_PIECE_BYTES, RING_PIECES, host_peak
 from meshwright.simulation.job import Layout, Workload, on_host
 from meshwright.simulation.prediction import predict
 from meshwright.simulation.reading import parse_cluster
@@ -162,6 +163,70 @@ def test_memory_of_a_plan_is_what_the_ledger_of_a_run_says():
     sharded = host_peak(WORK, Layout(dp=2, micro_batch=16, zero=3), host())
     assert sharded.weights == found.weights / 2
     assert sharded.optimizer == found.optimizer / 2
+
+
+# gpt-nano of 4 layers and 256, 256 tokens, 12 sequences a step: what the fullest process held, MiB, on a host whose
+# processes hold 292.4 MiB before; two measurements differ by 2 to 10 MiB.
+HELD = {
+    Layout(dp=2, micro_batch=6): 490,
+    Layout(dp=2, micro_batch=1): 377,
+    Layout(dp=2, zero=2, micro_batch=3): 428,
+    Layout(dp=2, zero=3, micro_batch=2): 384,
+    Layout(dp=2, micro_batch=3, recompute="full"): 407,
+    Layout(tp=2, micro_batch=4): 402,
+    Layout(tp=2, micro_batch=6, sequence_parallel=True): 425,
+    Layout(pp=2, micro_batch=2): 388,
+    Layout(pp=2, schedule="interleaved", chunks=2, micro_batch=2): 405,
+    Layout(pp=3, micro_batch=1): 376,
+    Layout(cp=2, micro_batch=4): 430,
+    Layout(cp=2, cp_kind="ulysses", micro_batch=6): 461,
+    Layout(cp=2, tp=2, micro_batch=4): 379,
+}
+
+
+@pytest.mark.parametrize(
+    "layout", HELD, ids=lambda layout: f"dp{layout.dp} tp{layout.tp} pp{layout.pp} cp{layout.cp}"
+)
+def test_processes_hold_what_was_measured(layout):
+    model = replace(
+        find_model("gpt-nano"),
+        num_layers=4,
+        dim=256,
+        num_heads=8,
+        num_kv_heads=8,
+        ffn_dim=1024,
+        max_seq_len=256,
+    )
+    profile = replace(host(), process_bytes=int(292.4 * 2**20))
+    found = host_peak(Workload(model, 256, 12), layout, profile)
+    assert found.peak / 2**20 == pytest.approx(HELD[layout], rel=0.05)
+
+
+def test_rings_are_those_of_messages():
+    assert (RING_PIECES, RING_PIECE_BYTES) == (NUM_PIECES, PIECE_BYTES)
+    found = {pp: host_peak(WORK, Layout(pp=pp, micro_batch=16), host()).communication for pp in (1, 2, 3)}
+    # Large messages fill a ring: one to a neighbour and one from it, and a stage in between has two neighbours.
+    assert found == {1: 0, 2: 2 * 32 * 2**18, 3: 4 * 32 * 2**18}
+    small = host_peak(WORK, Layout(pp=2, micro_batch=1), host()).communication
+    assert small == 2 * 32 * 4 * 128 * WORK.model.dim
+
+
+def test_ulysses_keeps_what_heads_gave_twice():
+    """The ledger of such a run says 54.41 MB; of a ring with as many tokens 51.26."""
+    model = replace(
+        find_model("gpt-nano"),
+        num_layers=4,
+        dim=256,
+        num_heads=8,
+        num_kv_heads=8,
+        ffn_dim=1024,
+        max_seq_len=256,
+    )
+    work = Workload(model, 256, 12)
+    layouts = [Layout(cp=2, cp_kind=kind, micro_batch=6) for kind in ("ulysses", "ring")]
+    exchanged, around = (host_peak(work, layout, host()).activations for layout in layouts)
+    assert exchanged == pytest.approx(54_411_264, rel=1e-3)
+    assert exchanged - around == 4 * 4 * 6 * 128 * 256
 
 
 def test_a_search_on_a_host_prices_everything_by_what_was_measured():
