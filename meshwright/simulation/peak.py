@@ -263,6 +263,11 @@ def whole_layer_bytes(work: Workload, layout: Layout) -> float:
         inside += (2 * model.dim + 4 * kv) / t
     feed = 2 * (3 if gated else 2) * model.ffn_dim / t
     feed *= 1.0 if layout.fused or not gated else 4 / 3
+    if layout.attention == "engine" and layout.precision.startswith("fp8"):
+        # Such libraries keep inputs of products as they multiplied them; other frameworks keep 16 bits.
+        stream *= 6 / 8
+        inside -= model.dim / t
+        feed -= model.ffn_dim / t
     return tokens * (stream + inside + feed) + regathered + _scores_bytes(work, layout)
 
 

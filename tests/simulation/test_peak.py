@@ -145,6 +145,16 @@ def test_scores_that_are_written_out_count_in_any_family():
     assert selective == pytest.approx(kept_layer_bytes(LLAMA, fused))
 
 
+def test_libraries_of_8_bits_keep_inputs_of_products_in_them():
+    """Results of both norms, of attention and of the feed-forward part's middle: one byte less an element."""
+    wide, narrow = (Layout(attention="engine", precision=word) for word in ("bf16", "fp8"))
+    model = LLAMA.model
+    saved = whole_layer_bytes(LLAMA, wide) - whole_layer_bytes(LLAMA, narrow)
+    assert saved == LLAMA.seq_len * (3 * model.dim + model.ffn_dim)
+    other = replace(narrow, attention="flash")
+    assert whole_layer_bytes(LLAMA, other) == whole_layer_bytes(LLAMA, wide)
+
+
 @pytest.mark.parametrize(("tp", "measured"), [(1, 38.4), (2, 21.2), (4, 12.65), (8, 8.36)])
 def test_a_layer_that_is_not_fused_keeps_what_was_measured(tp, measured):
     """nanotron, first stages of pipelines: growth of peaks with tokens, in bytes of a token's stream."""
