@@ -103,7 +103,8 @@ class Layout:
         counts_head: whether stages are cut by cost, the head counted: each takes layers until it has its share.
         holds_stage: whether stages of a pipeline hold what zero3 gathers, and whole sums of gradients in float32, from
             the first micro-batch to the last.
-        one_card: whether zero3's collectives between nodes go through one network card of a node at a time.
+        one_card: whether zero3's collectives between nodes go through one network card of a node at a time, where there
+            is one for each device.
         blocking_launches: whether each launch of a kernel waits for its end (`CUDA_LAUNCH_BLOCKING=1`).
     """
 

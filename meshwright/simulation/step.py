@@ -176,7 +176,7 @@ def step_seconds(
         # Of one micro-batch on a stage: one forward and one backward for each chunk.
         pipeline=(m + layout.pp - 1) * 2 * layout.chunks * pieces.message,
         weights=m * layers * weights,
-        gradients=_gradient_seconds(layout, fit, m, layers * one + extra, pieces.sharing),
+        gradients=_gradient_seconds(layout, m, layers * one + extra, pieces.sharing),
         optimizer=pieces.sharing.optimizer,
     )
 
@@ -309,7 +309,7 @@ def _sum_seconds(work: Workload, layout: Layout, cluster: Cluster, fit: Calibrat
     return stream_seconds(cluster.machine, fit, each * numel)
 
 
-def _gradient_seconds(layout: Layout, fit: Calibration, m: int, stage: float, sharing: Sharing) -> float:
+def _gradient_seconds(layout: Layout, m: int, stage: float, sharing: Sharing) -> float:
     """What is not hidden of the exchange: at the end, and with zero2 of each micro-step before the last, which keeps
     only parts of sums and reduces beside its own backward."""
     if layout.zero == 3:
