@@ -6,7 +6,8 @@ of fused attention, every tensor that backward reads, once, in 16 bits: inputs a
 values and the mixed values, and what the feed-forward part keeps.
 
 Source: ZeRO (arXiv 1910.02054), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), sections 4 and 5.
-Simplifications: the allocator wastes nothing; the first stage is the fullest unless the last one's logits are more.
+Simplifications: the allocator wastes nothing (`fits` of `meshwright/simulation/prediction.py` leaves room for what it
+does); states are of the stage with most, activations of the stage with most, which need not be one.
 """
 
 from __future__ import annotations
