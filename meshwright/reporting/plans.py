@@ -22,7 +22,7 @@ from meshwright.schedule.timing import run
 from meshwright.simulation.host import num_parts
 from meshwright.simulation.job import Layout, num_microbatches
 from meshwright.simulation.pipeline import pipeline_of
-from meshwright.simulation.prediction import percent_text
+from meshwright.simulation.prediction import percent_text, predict
 
 # Colours that colour-blind people tell apart (Okabe and Ito, 2008), by what memory is of.
 COLOURS: Mapping[str, str] = MappingProxyType(
@@ -37,14 +37,18 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "reserve": "#999999",
     }
 )
-MOST_BOXES = 4000
+# Of a schedule; of a row, so that each is wider than its frame.
+MOST_BOXES, MOST_IN_ROW = 4000, 320
+MOST_NODES = 16
 _GIB = 2**30
 _BAR = 240
+_SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe")  # gradients of inputs and weights apart
+_SIDE = 14
 _CELL = "padding:.15em .7em .15em 0;text-align:"
 
 
 def plans_table(found: Plans) -> str:
-    """HTML: the question, a row a plan, what memory is of, and how ranks are numbered."""
+    """HTML: the question, a row a plan, what memory is of, and which rank is what."""
     request = found.request
     work, where = request.work, request.cluster
     heads = (
@@ -64,13 +68,15 @@ def plans_table(found: Plans) -> str:
         for name in shown
     )
     best = found.best.layout
+    nodes = f", {MOST_NODES} of {where.num_nodes:,}" if where.num_nodes > MOST_NODES else ""
     starred = "<br>* train does not run it today" if any(item.obstacle for item in found.plans) else ""
     return (
         f'<div class="meshwright-plans"><div>{escape(work.model.name)} · {where.num_devices:,} x '
         f"{escape(where.machine.name)} · {work.global_batch:,} x {work.seq_len:,} tokens a step</div>\n"
         f'<table style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>\n'
         f"<div>{legend}</div>\n<div>ranks of 1, inside out: {escape(rank_order(best))}; searched {found.searched:,}, "
-        f"refused {sum(found.rejected.values()):,}{starred}</div></div>"
+        f"refused {sum(found.rejected.values()):,}{starred}</div>\n{_mesh_map(request, best)}"
+        f"<div>a row a node{nodes}: colours are stages, shades groups of tp; point at one for its place</div></div>"
     )
 
 
@@ -105,6 +111,35 @@ def _bar(item: Plan, usable: float) -> str:
         f'<svg width="{_BAR + 1}" height="14" role="img" aria-label="memory" style="vertical-align:middle">'
         f"{''.join(parts)}{frame}</svg> {item.predicted.memory.peak / _GIB:.1f} GiB"
     )
+
+
+def _mesh_map(request: Request, layout: Layout) -> str:
+    """A square a device, a row a node: coloured by the stage of the pipeline, shaded by the group of tp."""
+    in_node, palette = request.cluster.devices_per_node, list(COLOURS.values())
+    shown = min(request.cluster.num_devices, MOST_NODES * in_node)
+    cells = []
+    for rank in range(shown):
+        place = coordinates(layout, rank)
+        said = " ".join(f"{axis} {at}" for axis, at in place.items() if getattr(layout, axis) > 1)
+        x, y = rank % in_node * _SIDE, rank // in_node * _SIDE
+        cells.append(
+            f'<rect class="mark" x="{x}" y="{y}" width="{_SIDE - 2}" height="{_SIDE - 2}" '
+            f'fill="{palette[place["pp"] % len(palette)]}" fill-opacity="{0.6 if rank // layout.tp % 2 else 1}">'
+            f"<title>{f'rank {rank}: {said}'.rstrip(': ')}</title></rect>"
+        )
+    height, width = -(-shown // in_node) * _SIDE, min(shown, in_node) * _SIDE
+    return f'<svg width="{width}" height="{height}" role="img" aria-label="ranks of plan 1">{"".join(cells)}</svg>'
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """Where a rank is on each axis of a layout, in its rank order."""
+    order = ("tp", "pp", "cp", "dp") if layout.pipeline_inside else ("tp", "cp", "dp", "pp")
+    found = {}
+    for axis in order:
+        size = getattr(layout, axis)
+        found[axis] = rank % size
+        rank //= size
+    return found
 
 
 # Time against memory.
@@ -224,17 +259,23 @@ def draw_schedule(request: Request, layout: Layout) -> Picture:
     text says so.
     """
     count = num_microbatches(request.work, layout)
-    shown = max(1, min(count, MOST_BOXES // (3 * layout.pp * num_parts(layout))))
+    each = (3 if layout.schedule in _SPLIT else 2) * num_parts(layout)
+    shown = max(1, min(count, MOST_BOXES // (each * layout.pp), MOST_IN_ROW // each))
     work = replace(request.work, global_batch=shown * layout.dp * layout.micro_batch)
     made = pipeline_of(work if shown < count else request.work, layout, request.cluster)
-    lines = [describe(layout), summary(made.schedule, made.durations)]
+    lines, note = [describe(layout), summary(made.schedule, made.durations)], ""
     if shown < count:
-        lines.append(f"drawn: {shown:,} of {count:,} micro-batches, as if they were all")
+        step = predict(request.work, layout, request.cluster).step
+        note = (
+            f"drawn: {shown:,} of {count:,} micro-batches, as if they were all; of the whole step the bubble is "
+            f"{step.bubble / step.total:.1%}"
+        )
+        lines.append(note)
     rows = tuple(
         (rank, str(item.action), item.start, item.end)
         for rank, line in enumerate(run(made.schedule, made.durations))
         for item in line
     )
     return Picture(
-        as_svg(made.schedule, made.durations), tuple(lines), ("rank", "action", "from", "to"), rows
+        as_svg(made.schedule, made.durations, note=note), tuple(lines), ("rank", "action", "from", "to"), rows
     )

@@ -42,9 +42,10 @@ def as_text(schedule: Schedule, durations: Durations | None = None) -> str:
     return "\n".join(lines)
 
 
-def as_svg(schedule: Schedule, durations: Durations | None = None) -> str:
-    """A box an action, as wide as it is long; idle time stays white."""
+def as_svg(schedule: Schedule, durations: Durations | None = None, *, note: str = "") -> str:
+    """A box an action, as wide as it is long; idle time stays white. `note` stands behind the summary."""
     times = durations or Durations.equal(schedule.num_stages)
+    title = " · ".join(filter(None, (summary(schedule, times), note)))
     timed = run(schedule, times)
     scale = _WIDTH / makespan(schedule, times)
     height = _TOP + schedule.num_ranks * _ROW + 40
@@ -52,7 +53,7 @@ def as_svg(schedule: Schedule, durations: Durations | None = None) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 8} {height}" '
         f'width="{_LEFT + _WIDTH + 8}" height="{height}" font-family="sans-serif" font-size="11">',
         f'<rect width="{_LEFT + _WIDTH + 8}" height="{height}" fill="white"/>',
-        f'<text x="8" y="20" font-size="14">{escape(summary(schedule, times))}</text>',
+        f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
     ]
     for rank, line in enumerate(timed):
         top = _TOP + rank * _ROW
