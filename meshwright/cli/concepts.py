@@ -21,6 +21,24 @@ class Concept:
 
 CONCEPTS = (
     Concept(
+        "plan",
+        "how the fastest layout that fits is found",
+        """\
+A plan says how a job is laid out over devices: degrees of dp, tp, pp and cp, ZeRO, schedule, recomputation.
+`meshwright plan` prices layouts by formulas and stops where no layout that is left can be faster.
+What you fix is kept; what train does not run today is marked * and never first. The front are the layouts
+than which no other has less time and less memory. With a plan.lock.json here, its decision is below.""",
+        """\
+  what is legal          rules, each with its numbers       why not tp=3
+  what fits              weights + gradients + optimizer + activations + ... <= memory - headroom
+  what is fastest        compute + bubble + exchange that is not hidden       why not pp=4
+
+  meshwright plan llama-3.1-8b --cluster 16xh100 --seq 8192 --batch 64
+  meshwright explain "1 vs 2"
+  meshwright train run.toml plan.lock=plan.lock.json""",
+        ("plans", "planner", "planning", "search", "front", "pareto", "plan.lock.json"),
+    ),
+    Concept(
         "axes",
         "what each axis of the mesh cuts",
         """\

@@ -16,7 +16,7 @@ from meshwright.cli.catalogue import CATALOGUE, CodeEntry
 from meshwright.cli.concepts import CONCEPTS, Concept
 from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError
-from meshwright.planner.compare import answer, is_question
+from meshwright.planner.compare import answer, decision, is_question
 from meshwright.planner.lock import LOCK_NAME, read_lock
 
 
@@ -47,6 +47,10 @@ def explain(
     else:
         fields = {"topic": entry.name, "title": entry.title, "meaning": entry.text, "picture": entry.picture}
         text = f"{entry.name}  {entry.title}\n\n{entry.text}\n\n{entry.picture}"
+        if entry.name == "plan" and lock.exists():
+            lines = decision(read_lock(lock))
+            fields["decision"] = "\n".join(lines)
+            text = "\n".join((text, "", str(lock), *(f"  {line}" for line in lines)))
     if json_output:
         print_json(fields)
     else:

@@ -58,12 +58,21 @@ def answer(text: str, lock: Mapping[str, object]) -> Answer:
     Raises:
         ConfigError: E288 for a plan number or keys that there are not.
     """
+    return answer_about(text, *_read(lock))
+
+
+def _read(lock: Mapping[str, object]) -> tuple[Request, list[Prediction]]:
+    """The question of a file, and its plans as they are priced now."""
     request = make_request(
         work_of(lock), cluster_of(lock), _table(lock["fixed"]), headroom=float(str(lock["headroom"]))
     )
+    return request, [_priced(request, entry) for entry in _entries(lock)]
+
+
+def _entries(lock: Mapping[str, object]) -> list[dict[str, object]]:
     entries = lock["plans"]
     assert isinstance(entries, list), "a lock file's plans are a list"
-    return answer_about(text, request, [_priced(request, _table(entry)) for entry in entries])
+    return [_table(entry) for entry in entries]
 
 
 def answer_about(text: str, request: Request, plans: Sequence[Prediction]) -> Answer:
@@ -78,6 +87,25 @@ def answer_about(text: str, request: Request, plans: Sequence[Prediction]) -> An
     if match:
         return _versus(text, request, plans, (int(match[1]), int(match[2])))
     return _why_not(text, request, plans[0])
+
+
+def decision(lock: Mapping[str, object]) -> tuple[str, ...]:
+    """What a file of plans decided: the question, its plans with what sets them apart, what was refused."""
+    request, plans = _read(lock)
+    work, where = request.work, request.cluster
+    fixed = ", ".join(f"{key}={value}" for key, value in request.fixed.items())
+    refused = sorted(_table(lock["rejected"]).items(), key=lambda pair: -int(str(pair[1])))
+    rows = zip(plans, _entries(lock), strict=True)
+    return (
+        f"{work.model.name}, {work.global_batch:,} sequences of {work.seq_len:,} tokens a step, on "
+        f"{where.num_devices:,} x {where.machine.name}" + (f", fixed {fixed}" if fixed else ""),
+        *(
+            f"{number}{'' if entry['trainable'] else '*'}  {describe(item.layout)}: {item.step.total:.3g} s, "
+            f"{item.memory.peak / _GIB:.1f} GiB   {entry['why']}"
+            for number, (item, entry) in enumerate(rows, start=1)
+        ),
+        "refused: " + (" · ".join(f"{count} {reason}" for reason, count in refused) or "nothing"),
+    )
 
 
 def _table(value: object) -> dict[str, object]:

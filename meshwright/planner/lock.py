@@ -23,6 +23,17 @@ from meshwright.simulation.job import Cluster, Workload, on_host
 
 LOCK_NAME = "plan.lock.json"
 _FORMAT = 2
+_KEYS = {
+    "plans",
+    "model",
+    "seq_len",
+    "global_batch",
+    "cluster",
+    "fixed",
+    "headroom",
+    "rejected",
+    "fingerprint",
+}
 # Of a preset, what changes no price.
 _SILENT = ("aliases", "source", "name", "rope_theta", "norm_epsilon")
 
@@ -120,7 +131,8 @@ def read_lock(path: Path) -> dict[str, object]:
         raise ConfigError(
             "E289", f"{path} cannot be read: {error}; make one with `meshwright plan`"
         ) from error
-    if not isinstance(value, dict) or value.get("format") != _FORMAT or not value.get("plans"):
+    is_one = isinstance(value, dict) and value.get("format") == _FORMAT and set(value) >= _KEYS
+    if not is_one or not value["plans"]:
         raise ConfigError(
             "E289", f"{path} is no plan of this version (format {_FORMAT}); run `meshwright plan` again"
         )

@@ -64,6 +64,12 @@ def read_hf_config(path: Path) -> ModelPreset:
             f"{file}: {heads} heads of width {width} are not hidden_size={dim}; such models cannot be priced, "
             f"take the nearest with head_dim={dim // heads}",
         )
+    for named in (name for names in _OTHERS.values() for name in names):
+        value = values.get(named)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ConfigError(
+                "E287", f"{file}: {named}={value!r} is no whole number; give a model's config.json"
+            )
     family = _FAMILIES[kind]
     tied = bool(values.get("tie_word_embeddings", family != "llama"))
     return _preset(values, sizes, family, tied=tied, name=_name(values, file), source=str(file))

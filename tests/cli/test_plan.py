@@ -9,7 +9,8 @@ from meshwright.cli.plan import pays_text, plan
 from meshwright.cli.simulate import simulate
 from meshwright.errors import ConfigError
 from meshwright.planner.asking import ask
-from meshwright.planner.plans import make_plans
+from meshwright.planner.compare import layout_from
+from meshwright.planner.plans import describe, make_plans
 from meshwright.planner.scaling import scale
 from meshwright.planner.text import warnings_of
 from meshwright.presets.hf_config import read_hf_config
@@ -42,6 +43,11 @@ def test_a_plan_of_a_config_json_and_questions_about_it(tmp_path):
     assert value["plans"][0]["trainable"]
     text = run("explain", "1 vs 2", cwd=tmp_path).stdout
     assert "2 against 1: " in text
+    text = run("explain", "plan", cwd=tmp_path).stdout
+    assert "64 sequences of 4,096 tokens a step, on 8 x h100" in text
+    first = value["plans"][0]
+    assert f"1  {describe(layout_from(first))}: {first['step_seconds']:.3g} s" in text
+    assert first["why"] in text
 
 
 def test_bad_input_has_its_exit_code(tmp_path):
@@ -120,6 +126,7 @@ def test_config_json_without_a_shape(tmp_path):
         ({"model_type": "resnet"}, "model_type='resnet'"),
         ({"head_dim": 128}, "heads of width 128"),
         ({"hidden_size": "wide"}, "none of hidden_size"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads='8' is no whole number"),
     ):
         path.write_text(json.dumps({**LLAMA, **change}))
         with pytest.raises(ConfigError, match="E287") as caught:
