@@ -15,6 +15,7 @@ from meshwright.presets.calibration import Calibration
 from meshwright.presets.machines import Machine, find_machine
 from meshwright.presets.models import ModelPreset
 from meshwright.simulation.job import Cluster, Layout, Recompute, Schedule, Workload
+from meshwright.simulation.software import software_of, with_memory
 from meshwright.simulation.step import model_flops, step_seconds
 
 Row = Mapping[str, str]
@@ -141,72 +142,40 @@ def _layout(row: Row, world: int) -> Layout:
     tp, pp, cp = (_whole(row, key) for key in ("tp", "pp", "cp"))
     if world % (tp * pp * cp):
         raise Unpriced("degrees do not divide the devices")
-    notes = " ".join(row.get(key, "") for key in ("compile_fused_notes", "zero_stage_fsdp", "dtype"))
-    lower = notes.lower()
+    own = software_of(row)
     micro = _whole(row, "micro_batch")
-    is_fsdp = "fsdp" in lower
-    split = "split in pp" in lower or (is_fsdp and pp > 1)
-    deepspeed = "deepspeed" in f"{lower} {row.get('schedule', '').lower()}"
-    in_16_bits = "pure" in lower or (deepspeed and "fp16" in lower)
-    engine = "transformerengine" in lower or lower.startswith("te,")
-    compiled = "torch.compile" in lower.replace("no torch.compile", "")
-    flash = is_fsdp or engine or ("flash" in lower and "no flash" not in lower) or "torch.compile" in lower
-    return Layout(
+    is_split = "split in pp" in own.words or (own.is_fsdp and pp > 1)
+    schedule = _schedule(row)
+    layout = Layout(
         dp=world // (tp * pp * cp),
         tp=tp,
         pp=pp,
         cp=cp,
-        zero=_zero_stage(lower, is_fsdp=is_fsdp),
-        shard=_shard(lower, world // (tp * pp)),
+        zero=_zero_stage(own.words, is_fsdp=own.is_fsdp),
+        shard=_shard(own.words, world // (tp * pp)),
         sequence_parallel=row.get("sequence_parallel", "") == "y",
-        schedule=_schedule(row),
+        schedule=schedule,
         chunks=_chunks(row, pp),
         recompute=_recompute(row),
         # Where nothing is said, as many micro-batches as stages.
-        micro_batch=max(1, micro // pp) if split else micro,
+        micro_batch=max(1, micro // pp) if is_split else micro,
         precision=_precision(row.get("dtype", "").lower()),
-        attention="engine" if engine else ("flash" if flash else "unfused"),
-        fused=engine or compiled or not (is_fsdp or "eager" in lower),
-        gradient_bytes=2 if in_16_bits or engine else 4,
-        # Its defaults: 5e8 elements in 16 bits for each of two buffers; updates copy gradients.
-        optimizer_bytes=16 if deepspeed else 12,
-        bucket_bytes=2 * 10**9 if deepspeed else 0,
-        keeps_outputs=deepspeed,
-        logit_bytes=_logit_bytes(lower, deepspeed=deepspeed, is_cut=tp > 1, is_fused=engine or compiled),
-        accumulator_bytes=2 if "fp32 grad accumulation" in lower else 0,
-        overlap_gradients=is_fsdp
-        or engine
-        or (deepspeed and "zero-3" in lower)
-        or "ddp=torch" in lower
-        or "overlap" in lower,
-        overlap_weights=engine,
+        attention=own.attention,
+        fused=own.is_engine or own.is_compiled or not (own.is_fsdp or "eager" in own.words),
+        overlap_gradients=own.is_fsdp
+        or own.is_engine
+        or (own.is_deepspeed and "zero-3" in own.words)
+        or "ddp=torch" in own.words
+        or "overlap" in own.words,
+        overlap_weights=own.is_engine,
         # Implementations of these schedules validate updates afterwards (Qi et al. 2024, section 4).
-        joined_steps=_schedule(row).startswith("zb"),
-        reduces_whole=deepspeed,
-        # Distributed tensors are gathered as they are used.
-        keeps_gathered="fsdp2" in lower or "gathered inputs kept" in lower,
-        # Searched with room for as many micro-batches as there are stages, or twice that.
-        keeps={"zb-h1": pp, "zb-h2": 2 * pp}.get(_schedule(row), 0),
-        counts_head="stages cut by cost" in lower,
-        holds_stage=is_fsdp,
-        one_card="lists of tensors" in lower,
-        blocking_launches="launch_blocking" in lower,
-        overlap_tensor="asynctp" in lower or engine or "tp-comm-overlap" in lower,
+        joined_steps=schedule.startswith("zb"),
+        reduces_whole=own.is_deepspeed,
+        one_card="lists of tensors" in own.words,
+        blocking_launches="launch_blocking" in own.words,
+        overlap_tensor="asynctp" in own.words or own.is_engine or "tp-comm-overlap" in own.words,
     )
-
-
-def _logit_bytes(notes: str, *, deepspeed: bool, is_cut: bool, is_fused: bool) -> int:
-    """Of one logit at the peak of its loss, by what its code holds at once: 16 bits, float32, and copies of these.
-
-    torch's own loss: results and gradients of two steps in float32; of distributed tensors that are cut along the
-    vocabulary also the shifted logits or their exponentials. A fused loss that reads 16 bits (llm-foundry's) has
-    nothing else. Megatron-LM's works in place; DeepSpeed's fork clones.
-    """
-    if "fsdp2" in notes:
-        return 18 if is_cut else 14
-    if "fsdp" in notes:
-        return 4
-    return 6 if is_fused else (10 if deepspeed else 8)
+    return with_memory(layout, own)
 
 
 def _zero_stage(notes: str, *, is_fsdp: bool) -> int:
