@@ -1,6 +1,6 @@
 """`meshwright explain TOPIC`: words and a picture for an error code or a concept.
 
-Owns the look-up. The texts stand in `catalogue.py` (codes) and `concepts.py`.
+Owns the look-up. The texts stand in `codes_*.py` and `concepts.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.catalogue import CATALOGUE, CodeEntry
+from meshwright.cli.catalogue import CATALOGUE
+from meshwright.cli.code_entry import CodeEntry
 from meshwright.cli.concepts import CONCEPTS, Concept
 from meshwright.cli.output import print_json
 from meshwright.errors import ConfigError

@@ -15,14 +15,14 @@ from meshwright.errors import ConfigError
 
 PACKAGE = Path(meshwright.cli.__file__).parents[1]
 # Words of the texts themselves, not places that raise.
-TEXTS = {"catalogue.py", "concepts.py"}
+TEXTS = re.compile(r"(codes_\w+|concepts)\.py")
 
 
 def codes_in_source():
     """Codes that stand as a text of their own, or begin one (a warning), anywhere in the package."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name == "cli" and path.name in TEXTS:
+        if path.parent.name == "cli" and TEXTS.fullmatch(path.name):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
