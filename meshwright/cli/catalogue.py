@@ -1,7 +1,7 @@
 """Every code an error or a warning can carry: what it means and what to do.
 
-Owns their order: the tables of `codes_*.py`, one after the other. A test compares them with the codes in the source, both
-ways.
+Owns their order: the tables of `codes_*.py`, one after the other. A test compares them with the
+codes in the source, both ways.
 """
 
 from __future__ import annotations
