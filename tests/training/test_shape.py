@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +14,13 @@ import meshwright
 from meshwright.errors import ConfigError
 from meshwright.launching import shapes
 from meshwright.models.build import build_model
+from meshwright.models.loss import language_model_loss
 from meshwright.presets import find_model
 from meshwright.presets.counts import num_parameters
+from meshwright.training.config import load_config
 from meshwright.training.shape import shape_of_model
 from tests.training.hf_models import SIZES, save
+from tests.verification.models import Tokens
 
 
 class Small(nn.Module):
@@ -81,6 +86,57 @@ def test_a_model_with_sizes_under_other_names():
     assert (found.family, found.num_layers, found.ffn_dim, found.max_seq_len) == ("gpt", 3, 256, 32)
     assert found.tied_embedding
     assert meshwright.plan(Small, cluster="2xh100").request.work.model == found
+
+
+def make():
+    """What a run file names."""
+    return Small(), language_model_loss, Tokens(300, 16)
+
+
+def test_a_function_that_a_run_names():
+    here = "py:tests.training.test_shape:make"
+    config = load_config(None, [f"model.source={here}"]).config
+    found = shapes.shape_of_run(config, here=True)
+    assert (found.name, found.num_layers, found.dim) == (here, 3, 64)
+    assert shapes.shape_of_run(load_config(None).config) is None  # a preset, which the planner reads
+
+
+MINE = """
+from torch import nn
+from meshwright.models.gpt import GPT, GPTConfig
+from meshwright.models.loss import language_model_loss
+from tests.verification.models import Tokens
+
+def make():
+    sizes = GPTConfig(num_layers=2, dim=32, num_heads=4, ffn_dim=128, vocab_size=64, max_seq_len=16)
+    return GPT(sizes), language_model_loss, Tokens(64, 16)
+
+def other():
+    return nn.Linear(3, 3), *make()[1:]
+"""
+
+
+@pytest.mark.parity
+def test_a_function_is_planned_for_and_verified_by_its_plan_from_the_command_line(tmp_path):
+    """Its shape is looked at in a process of its own."""
+    (tmp_path / "mine.py").write_text(MINE)
+    sections = {"model": 'source = "py:mine:other"', "data": "seq_len = 16", "plan": "processes = 2"}
+    (tmp_path / "run.toml").write_text("".join(f"[{name}]\n{line}\n" for name, line in sections.items()))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "meshwright", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+
+    done = run(
+        "plan", "py:mine:make", "--cluster", "2xh100", "--seq", "16", "--batch", "8", "--plan", "zero=1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("model    py:mine:make ")
+    done = run("plan", "run.toml")
+    assert (done.returncode, "E269 Linear has no shape" in done.stderr) == (2, True)
+    done = run("verify", "plan.lock.json", "--steps", "1", "--no-resume")
+    assert done.returncode == 0, done.stderr
+    assert "zero1x2" in done.stdout
 
 
 def test_a_shape_that_the_parameters_deny_is_not_believed():
