@@ -135,6 +135,13 @@ WARNINGS = (
         "The message says why; where the model fits, nothing need be done.",
     ),
     CodeEntry(
+        "W273",
+        "a batch that the devices do not share evenly",
+        "dp must divide the batch, so that with an odd batch devices go to axes that cost more. A batch is never "
+        "changed silently: it is part of the result.",
+        "Take the batch of the message if it is as good for you, or another number of devices.",
+    ),
+    CodeEntry(
         "W280",
         "a plan that does not fit",
         "The fullest rank is predicted to need more than its device has; the command ends with exit code 3.",

@@ -6,7 +6,7 @@ Owns the two answers to a search that found nothing: no layout is legal (E286), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshwright.errors import DoesNotFitError, MeshwrightError, PlanError
 from meshwright.planner.request import Request
@@ -18,6 +18,9 @@ from meshwright.presets.machines import MACHINES
 
 _MOST_DOUBLINGS = 12
 _MOST_FEWER = 16
+# A batch that differs by more is another training run.
+_NEAR = 0.15
+_WORTH_SAYING = 0.03
 _GIB = 2**30
 
 
@@ -55,6 +58,30 @@ def reasons_of(request: Request, rejected: Mapping[str, int]) -> list[str]:
             details.setdefault(refused.reason, refused.detail)
     ordered = sorted(rejected, key=lambda reason: (-rejected[reason], reason))
     return [details.get(reason, f"{reason} ({rejected[reason]})") for reason in ordered]
+
+
+@dataclass(frozen=True)
+class OtherBatch:
+    """Attributes: sequences of a step that all devices share; how much faster a sequence is with them, as a part."""
+
+    global_batch: int
+    gain: float
+
+
+def better_batch(request: Request, seconds: float) -> OtherBatch | None:
+    """The multiple of the devices nearest to the batch, where it is much better than the batch that was asked for.
+
+    Args:
+        request: the question.
+        seconds: of the fastest step with its batch.
+    """
+    total, batch = request.cluster.num_devices, request.work.global_batch
+    other = total * round(batch / total)
+    if other == batch or abs(other - batch) > _NEAR * batch or request.cluster.host is not None:
+        return None
+    best = search(replace(request, work=replace(request.work, global_batch=other)), BEST_ONLY).best
+    gain = 0.0 if best is None else 1 - best.seconds / other * batch / seconds
+    return OtherBatch(other, gain) if gain > _WORTH_SAYING else None
 
 
 def _unfixed(request: Request) -> list[str]:

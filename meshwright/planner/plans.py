@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.planner.fitting import nothing_found
+from meshwright.planner.fitting import OtherBatch, better_batch, nothing_found
 from meshwright.planner.request import Request
 from meshwright.planner.runnable import plan_keys, why_not_trainable
 from meshwright.planner.search import Wanted, search
@@ -70,6 +70,7 @@ class Plans:
         priced: layouts that were priced.
         rejected: refused, by reason.
         bound: seconds that no layout that fits can beat.
+        other_batch: one nearby that devices share better, if there is one.
         gap: how far the fastest plan of all may be above the best, as a part; 0: it is the best.
     """
 
@@ -81,6 +82,7 @@ class Plans:
     rejected: Mapping[str, int]
     bound: float
     gap: float
+    other_batch: OtherBatch | None = None
 
     @property
     def best(self) -> Plan:
@@ -146,6 +148,7 @@ def make_plans(request: Request, *, count: int = DEFAULT_COUNT) -> Plans:
         found.rejected,
         found.bound,
         found.gap,
+        better_batch(request, found.best.seconds),
     )
 
 

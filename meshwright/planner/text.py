@@ -40,6 +40,12 @@ def warnings_of(found: Plans) -> list[str]:
     if fastest is not first and not first.obstacle:
         gain = 100 * (1 - fastest.predicted.step.total / first.predicted.step.total)
         texts.append(f"W284 a plan that train does not run today is {gain:.0f} % faster: {fastest.obstacle}")
+    other = found.other_batch
+    if other is not None:
+        texts.append(
+            f"W273 a batch of {found.request.work.global_batch} does not divide by {found.request.cluster.num_devices} "
+            f"devices: with {other.global_batch} a sequence takes {100 * other.gain:.0f} % less time"
+        )
     if machine == "cpu" and found.request.cluster.host is None:
         texts.append(
             "W285 this host was not measured for the model: nominal figures are taken. With torch installed "

@@ -1,6 +1,7 @@
 """What people read: order of plans, E301 and what fits, scaling, days, files, and questions about them."""
 
 import json
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ from meshwright.planner.plans import make_plans
 from meshwright.planner.request import make_request
 from meshwright.planner.scaling import parse_range, scale, still_pays
 from meshwright.planner.stages import stage_cuts
+from meshwright.planner.text import warnings_of
 from meshwright.presets import find_model
 from meshwright.simulation.job import Layout, Workload
 from meshwright.simulation.prediction import predict
@@ -114,6 +116,17 @@ def test_scaling_says_where_devices_stop_to_pay():
     assert parse_range("3..N", 8) == (3, 6, 8)
     with pytest.raises(ConfigError, match="E285"):
         parse_range("64..8", 64)
+
+
+def test_a_batch_that_devices_do_not_share_names_one_nearby():
+    found = make_plans(ask("24xh100", work=Workload(WORK.model, 4096, 100)))
+    (text,) = (text for text in warnings_of(found) if text.startswith("W273"))
+    assert re.fullmatch(
+        r"W273 a batch of 100 does not divide by 24 devices: with 96 a sequence takes \d+ % less time", text
+    )
+    assert make_plans(ask("24xh100", work=Workload(WORK.model, 4096, 96))).other_batch is None
+    # Far fewer sequences than devices: no other batch is near.
+    assert make_plans(ask("24xh100", work=Workload(WORK.model, 4096, 8))).other_batch is None
 
 
 def test_a_row_of_scaling_is_a_plan_that_train_runs():
