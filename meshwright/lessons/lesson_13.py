@@ -20,7 +20,7 @@ from meshwright.lessons.parity import sample, small_gpt
 from meshwright.lessons.pictures import log_bars
 from meshwright.models import language_model_loss
 from meshwright.testing.faults.registry import SILENT, Injection
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 from meshwright.verification.result import VerifyResult
 
 FIRST, CHOSEN, NUM_STEPS, NUM_SAMPLES = "no_gradient_reduction", ("mean_of_means", "moments_swapped"), 6, 100

@@ -1,6 +1,6 @@
 """One rank of the run under test: the product's own path, and its pieces measured against the reference.
 
-Owns the order of what is done: build, shard, adapt, inject, train, measure. Each rank compares what it holds, its
+Owns the order of what is done: build (`build.py`), inject, train, measure. Each rank compares what it holds, its
 boxes of parameters and its samples of activations, with the reference's file; only numbers leave the rank, and nothing
 is gathered. Must not judge. Runs on CPU processes.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.adapt.cut_logits import CutLogits
-from meshwright.adapt.float64 import float64_throughout
 from meshwright.comm.log import CommLog, ring_path
 from meshwright.comm.mesh import Mesh, World, connect, disconnect
 from meshwright.comm.ops import DataGroups, Group, alone
 from meshwright.comm.watchdog import Watchdog
-from meshwright.data.batches import Batches
-from meshwright.data.index_law import BatchGeometry
 from meshwright.layout.tensor_layout import TensorLayout, TokenRange
-from meshwright.pipeline.executor import PipelineExecutor
-from meshwright.pipeline.part import Part
-from meshwright.recompute.install import reruns_of_model
 from meshwright.sharding.engine import ShardParameter
-from meshwright.training.activations import budget_schedules, subject_of
-from meshwright.training.assemble import context_scope, shard_model
 from meshwright.training.clip import clip_coefficient
-from meshwright.training.cut_matrices import cut_matrices
-from meshwright.training.layouts import Example
 from meshwright.training.loss_scale import LossScale
-from meshwright.training.optimizer import ShardedOptimizer, spec_of
-from meshwright.training.passes import loss_of_rank, surround_passes
 from meshwright.training.precision import MASTER_DTYPES
-from meshwright.training.randomness import StatelessDraws
-from meshwright.training.sequences import cutter
-from meshwright.training.stages import make_pipeline
-from meshwright.training.state import TrainState
-from meshwright.training.step import StepResult, first_count, no_samples, train_step
-from meshwright.training.task import Task
+from meshwright.training.step import StepResult, first_count, train_step
 from meshwright.training.tree import cast_batch
+from meshwright.verification.build import build_rank, widen
 from meshwright.verification.contributions import Contributions
 from meshwright.verification.declared import call_name, declared_steps
 from meshwright.verification.handover import load_rank, save_rank
 from meshwright.verification.job import Handover, RankReport, Reference, Samples, VerifyJob
 from meshwright.verification.observe import ModuleObserver
-from meshwright.verification.rank import CandidateRank
 from meshwright.verification.sources import GradientSamples
 from meshwright.verification.store import Chunk, Comparer, Positions
 from meshwright.verification.subject import WatchedData, make_subject, peak_memory, tensor_digest
@@ -109,82 +91,6 @@ def measure_rank(
     return _Candidate(job, reference, path, groups=groups).run(save, load)
 
 
-def build_rank(job: VerifyJob, task: Task, groups: DataGroups, *, clip_norm: float | None) -> CandidateRank:
-    """The product path from a task to a state that can be trained."""
-    plan, chosen, workers = job.plan, job.config.train.optimizer, groups.workers
-    kind = job.config.train.dropout
-    schedules = budget_schedules(subject_of(task, plan))
-    context = context_scope(plan, groups)
-    pipeline = make_pipeline(
-        task.model,
-        task.loss,
-        task.train_data,
-        plan,
-        groups,
-        device=torch.device("cpu"),
-        cut_batch=Part if context is None else cutter(context),
-    )
-    engine = shard_model(
-        task.model,
-        plan,
-        groups,
-        device=torch.device("cpu"),
-        initialiser=task.initialiser,
-        dropout=kind,
-        schedules=schedules,
-        example=Example(task.loss, task.train_data, plan.micro_batch, plan.precision),
-        pipeline=pipeline,
-    )
-    spec = spec_of(chosen)
-    geometry = BatchGeometry(
-        global_batch=plan.global_batch,
-        num_microbatches=plan.num_microbatches,
-        dp_size=groups.num_readers,
-        dp_rank=groups.reader_index,
-    )
-    state = TrainState(engine, ShardedOptimizer(spec, engine.shards, cut_matrices(engine)))
-    executor = None if pipeline is None else pipeline.executor(engine)
-    state.stages = executor
-    draws = None
-    if kind == "stateless":
-        draws = StatelessDraws(
-            geometry,
-            seed=job.config.train.seed,
-            must_agree=partial(workers.log.must_agree, workers.axis),
-            region=None if engine.tensor_layout is None else engine.tensor_layout.region,
-            sequence=None if context is None else context.region,
-        )
-    surround_passes(state, draws, context, executor)
-    part = no_samples if groups.is_server else task.loss
-    return CandidateRank(
-        rank=groups.all.ranks[groups.all.index],
-        engine=engine,
-        state=state,
-        batches=Batches(task.train_data, geometry, seed=job.config.train.seed),
-        loss=loss_of_rank(part, context, executor),
-        loss_of_part=part,
-        num_microbatches=plan.num_microbatches,
-        clip_norm=clip_norm,
-        executor=executor,
-        again=reruns_of_model(engine.model, plan.recompute, schedules),
-        context=context,
-    )
-
-
-def _widen(state: TrainState, executor: PipelineExecutor | None) -> None:
-    """Float64 throughout every forward and backward; whatever else happens in a step stays as it is."""
-    if executor is not None:
-        executor.scopes = (float64_throughout, *executor.scopes)
-    randomness = state.randomness
-
-    @contextmanager
-    def both(step: int, microbatch: int) -> Iterator[None]:
-        with float64_throughout(), randomness(step, microbatch):
-            yield
-
-    state.randomness = both
-
-
 class _Candidate:
     """Trains one rank and collects its report."""
 
@@ -207,7 +113,7 @@ class _Candidate:
         if self._executor is not None:
             self._executor.watch = self._watched
         if reference.asks_for_float32:
-            _widen(self._rank.state, self._executor)
+            widen(self._rank.state, self._executor)
         self._layout = self._rank.engine.tensor_layout or TensorLayout(1, 0)
         self._observer = ModuleObserver(self._rank.engine.model)
         self._comparer = Comparer(

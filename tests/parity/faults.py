@@ -33,8 +33,8 @@ from meshwright.models.hf_loss import causal_lm_loss
 from meshwright.testing.faults.registry import SILENT, Injection
 from meshwright.testing.faults.silent import SilentFault, Site
 from meshwright.testing.ranks import RankError
-from meshwright.verification.candidate import CandidateRank
 from meshwright.verification.job import Functions
+from meshwright.verification.rank import CandidateRank
 from meshwright.verification.result import VerifyResult, Wrong
 from tests.parity.verifying import Prepared, Verifier
 from tests.pipeline.models import EncoderDecoder, Pairs, pair_loss

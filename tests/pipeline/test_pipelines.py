@@ -15,8 +15,8 @@ from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.models.hf_loss import causal_lm_loss
 from meshwright.schedule.catalogue import SCHEDULE_NAMES
 from meshwright.testing.ranks import RankError
-from meshwright.verification.candidate import CandidateRank
 from meshwright.verification.job import Functions
+from meshwright.verification.rank import CandidateRank
 from tests.parity.cover import as_cases, pairwise
 from tests.parity.verifying import Verifier
 from tests.pipeline.models import (

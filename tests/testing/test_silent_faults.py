@@ -13,7 +13,7 @@ from meshwright.layout.policy import POLICY_NAMES
 from meshwright.testing.faults.registry import SILENT, Injection
 from meshwright.testing.faults.silent import NEEDS
 from meshwright.testing.ranks import local_mesh
-from meshwright.verification.candidate import build_rank
+from meshwright.verification.build import build_rank
 from meshwright.verification.result import CHECK_NAMES
 from meshwright.verification.subject import make_subject
 from tests.parity.cover import pairwise

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import ops
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def twice_on_rank_1(rank: CandidateRank) -> None:

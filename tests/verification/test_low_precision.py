@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.launching.verify import job_of
 from meshwright.testing.ranks import RankPool
-from meshwright.verification.candidate import CandidateRank
 from meshwright.verification.job import Functions
+from meshwright.verification.rank import CandidateRank
 from meshwright.verification.result import VerifyResult
 from tests.parity.verifying import Prepared, Verifier
 from tests.verification import faults

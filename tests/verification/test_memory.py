@@ -18,7 +18,7 @@ from meshwright.launching.local import run_local
 from meshwright.launching.verify import job_of
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.training.step import train_step
-from meshwright.verification.candidate import build_rank
+from meshwright.verification.build import build_rank
 from meshwright.verification.job import Functions, VerifyJob
 from meshwright.verification.plain import Stream, plain_optimizer
 from meshwright.verification.subject import batch_of, make_subject, materialise, peak_memory

@@ -27,7 +27,7 @@ from meshwright.testing.faults.patching import (
 )
 from meshwright.testing.faults.places import buckets, memory_of, parameters
 from meshwright.testing.faults.silent import SilentFault, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 _IGNORED = -100
 

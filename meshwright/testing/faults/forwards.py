@@ -26,7 +26,7 @@ from meshwright.testing.faults.places import (
     tied_parameters,
 )
 from meshwright.testing.faults.silent import SilentFault, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def _module(candidate: CandidateRank, site: Site) -> nn.Module:

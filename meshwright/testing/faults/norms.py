@@ -23,7 +23,7 @@ from meshwright.testing.faults.patching import (
 from meshwright.testing.faults.places import gap_of, gaps
 from meshwright.testing.faults.silent import SilentFault, Site
 from meshwright.training.clip import clip_coefficient
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def _clip_by(candidate: CandidateRank, norm: Callable[[Agreement], float]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.comm.transports.base import Work
 from meshwright.sharding.memory import BucketMemory
 from meshwright.testing.faults.silent import Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 Method = Callable[..., Any]
 # Places in what ranks agree on once a step (`training/step.py`, `agree`); the mask of used parameters comes last.

@@ -14,7 +14,7 @@ from meshwright.sharding.engine import ShardParameter
 from meshwright.sharding.memory import BucketMemory
 from meshwright.testing.faults.patching import trained
 from meshwright.testing.faults.silent import Place, SilentFault, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def owners(candidate: CandidateRank, memory: BucketMemory, name: str = "") -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from meshwright.testing.faults.patching import (
 )
 from meshwright.testing.faults.places import buckets
 from meshwright.testing.faults.silent import SilentFault, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def _no_gradient_reduction(candidate: CandidateRank, _site: Site) -> None:

@@ -23,7 +23,7 @@ from meshwright.testing.faults import (
     vocabulary,
 )
 from meshwright.testing.faults.silent import SilentFault, Site, draw_site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 _ALL = (
     *reductions.FAULTS,

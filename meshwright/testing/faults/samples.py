@@ -8,7 +8,7 @@ from meshwright.data.index_law import rank_range
 from meshwright.data.order import sample_ids
 from meshwright.testing.faults.patching import Method, patch
 from meshwright.testing.faults.silent import SilentFault, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def _last_micro_step_skipped(candidate: CandidateRank, _site: Site) -> None:

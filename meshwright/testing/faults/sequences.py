@@ -17,7 +17,7 @@ from meshwright.models.loss import IGNORED_LABEL
 from meshwright.testing.faults.patching import Method, patch
 from meshwright.testing.faults.silent import SilentFault, Site
 from meshwright.training.sequences import over_sequences
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 # Tags of a ring's messages, as `context/ring.py` has them.
 _KEYS, _GRADIENTS = 0, 1

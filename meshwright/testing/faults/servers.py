@@ -10,7 +10,7 @@ from meshwright.comm.transports.base import Work
 from meshwright.comm.transports.exchange import ExchangeTransport
 from meshwright.testing.faults.patching import Method, is_step, patch, then
 from meshwright.testing.faults.silent import Place, SilentFault, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def _servers(candidate: CandidateRank) -> list[Place]:

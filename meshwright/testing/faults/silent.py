@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.adapt.batch_norm import BatchNorm
 from meshwright.errors import ConfigError
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 @dataclass(frozen=True)

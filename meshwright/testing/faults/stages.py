@@ -17,7 +17,7 @@ from meshwright.sharding.memory import BucketMemory
 from meshwright.sharding.units import find_units
 from meshwright.testing.faults.patching import Method, is_step, own_sum, patch, trained
 from meshwright.testing.faults.silent import Place, SilentFault, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 Commit = Callable[[CandidateRank, Site], None]
 

@@ -17,7 +17,7 @@ from meshwright.testing.faults.places import (
     tensor_fault,
 )
 from meshwright.testing.faults.silent import Place, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def _norms(candidate: CandidateRank) -> list[Place]:

@@ -11,7 +11,7 @@ from meshwright.testing.faults.patching import Method, is_step, patch, then
 from meshwright.testing.faults.places import anywhere, is_dropout, layout_of, row_biases, tensor_fault
 from meshwright.testing.faults.silent import Place, Site
 from meshwright.testing.faults.tensor import bias_on_each_rank
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 
 def _partial(candidate: CandidateRank) -> list[Place]:

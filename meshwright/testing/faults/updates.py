@@ -30,7 +30,7 @@ from meshwright.testing.faults.places import (
     vectors,
 )
 from meshwright.testing.faults.silent import SilentFault, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

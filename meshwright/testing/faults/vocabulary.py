@@ -16,7 +16,7 @@ from meshwright.tensor import vocabulary
 from meshwright.testing.faults.patching import is_step, with_weight
 from meshwright.testing.faults.places import anywhere, layout_of, tensor_fault, tied_parameters
 from meshwright.testing.faults.silent import Place, Site
-from meshwright.verification.candidate import CandidateRank
+from meshwright.verification.rank import CandidateRank
 
 Loss = Callable[[CutLogits, Tensor], Tensor]
 
