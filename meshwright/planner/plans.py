@@ -7,13 +7,14 @@ so a plan that cannot run is marked and never first, unless none can.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from meshwright.planner.fitting import OtherBatch, better_batch, nothing_found
 from meshwright.planner.request import Request
 from meshwright.planner.runnable import plan_keys, why_not_trainable
 from meshwright.planner.search import Wanted, search
 from meshwright.planner.standing import Priced, mesh_of
+from meshwright.presets.known_errors import step_error
 from meshwright.simulation.job import Layout
 from meshwright.simulation.prediction import Prediction, predict
 
@@ -91,6 +92,7 @@ class Plans:
 
     def to_json(self) -> dict[str, object]:
         """The keys of `meshwright plan --json`."""
+        known = step_error(self.request.cluster.machine.name)
         return {
             "plans": [plan.to_json() for plan in self.plans],
             "front": [
@@ -102,6 +104,7 @@ class Plans:
             "rejected": dict(self.rejected),
             "bound_seconds": self.bound,
             "gap": self.gap,
+            "step_time_error": None if known is None else asdict(known),
         }
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from meshwright.planner.cost import Cost, cost_of
 from meshwright.planner.plans import Plan, Plans, describe, rank_order
 from meshwright.presets.counts import num_parameters, short_count
+from meshwright.presets.known_errors import step_error
 from meshwright.simulation.job import Cluster, num_microbatches
 from meshwright.simulation.prediction import percent_text
 
@@ -58,13 +59,23 @@ def warnings_of(found: Plans) -> list[str]:
     return texts
 
 
-# How far predicted step times were off: docs/simulation.md, benchmarks/RESULTS.md.
-_PUBLISHED = (
-    "of published runs on A100 and H100 half are within 8 % of the predicted time, 9 of 10 within 19 %"
-)
+# benchmarks/RESULTS.md.
 _MEASURED_HERE = (
     "of 25 plans measured on 2 cores half are within 7 % of the measured time, the worst 27 % below it"
 )
+
+
+def _error_text(where: Cluster) -> str:
+    """How well such times are known."""
+    if where.host is not None:
+        return _MEASURED_HERE
+    known = step_error(where.machine.name)
+    if known is None:
+        return f"unknown on {where.machine.name}: too few runs are published (docs/simulation.md has what is known)"
+    return (
+        f"of published runs on {where.machine.name} half are within {100 * known.median:.0f} % of the predicted time, "
+        f"9 of 10 within {100 * known.high:.0f} %"
+    )
 
 
 def table_lines(found: Plans, seconds: float, spending: Spending = NO_SPENDING) -> list[str]:
@@ -105,7 +116,7 @@ def table_lines(found: Plans, seconds: float, spending: Spending = NO_SPENDING) 
         f"{best.layout.micro_batch} x {num_microbatches(work, best.layout)}",
         "front    "
         + " · ".join(f"{item.seconds:.3g} s {item.bytes / scale:.0f} {unit}" for item in found.front[:6]),
-        f"error    {_PUBLISHED if where.host is None else _MEASURED_HERE}",
+        f"error    {_error_text(where)}",
     ]
     if any(item.obstacle for item in found.plans):
         lines.append("*        train does not run it today (--json: obstacle)")

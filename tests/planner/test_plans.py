@@ -13,7 +13,7 @@ from meshwright.planner.plans import make_plans
 from meshwright.planner.request import make_request
 from meshwright.planner.scaling import parse_range, scale, still_pays
 from meshwright.planner.stages import stage_cuts
-from meshwright.planner.text import warnings_of
+from meshwright.planner.text import table_lines, warnings_of
 from meshwright.presets import find_model
 from meshwright.simulation.job import Layout, Workload
 from meshwright.simulation.prediction import predict
@@ -127,6 +127,19 @@ def test_a_batch_that_devices_do_not_share_names_one_nearby():
     assert make_plans(ask("24xh100", work=Workload(WORK.model, 4096, 96))).other_batch is None
     # Far fewer sequences than devices: no other batch is near.
     assert make_plans(ask("24xh100", work=Workload(WORK.model, 4096, 8))).other_batch is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [("a100-40", "of published runs on a100-40 half are within"), ("l4", "unknown on l4: too few")],
+)
+def test_how_well_times_are_known_is_of_the_machine(machine, text):
+    found = make_plans(ask(f"8x{machine}", work=Workload(find_model("gpt2-xl"), 1024, 16)))
+    (line,) = (line for line in table_lines(found, 0.1) if line.startswith("error"))
+    assert line.startswith(f"error    {text}")
+    known = found.to_json()["step_time_error"]
+    assert (known is None) is (machine == "l4")
+    assert known is None or f"within {100 * known['median']:.0f} %" in line
 
 
 def test_a_row_of_scaling_is_a_plan_that_train_runs():
