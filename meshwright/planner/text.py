@@ -105,7 +105,7 @@ def table_lines(found: Plans, seconds: float, spending: Spending = NO_SPENDING) 
     for at, item in enumerate(found.plans):
         cost = cost_of(item.predicted, request, tokens, price) if tokens else None
         lines.append(_row(at, item, usable, cost, wide))
-    lines += [f"  {at + 1}   {item.why}" for at, item in enumerate(found.plans)]
+    lines += [f"{at + 1:3d}   {item.why}" for at, item in enumerate(found.plans)]
     best = found.best
     # Of a small model in MiB, or all would be 0.0.
     scale, unit, digits = (_GIB, "GiB", 1) if best.predicted.memory.peak >= _GIB else (2**20, "MiB", 0)
@@ -181,11 +181,15 @@ def _row(at: int, item: Plan, usable: float, cost: Cost | None, wide: int) -> st
     bar = "█" * filled + "░" * (_BAR - filled)
     held = f"{peak:5.1f}" if peak >= 1 else f"{peak:5.2f}"
     return (
-        f" {mark}{at + 1}{star}{describe(own.layout):{wide}s} {own.step.total:8.3g} s "
+        f"{mark + str(at + 1):>3s}{star}{describe(own.layout):{wide}s} {own.step.total:8.3g} s "
         f"{own.tokens_per_second_per_device:9,.0f} {percent_text(own.mfu):>6s}  {bar} {held}{money}"
     )
 
 
 def dollars_text(cost: Cost) -> str:
     """For people; empty where no price is known."""
-    return "" if cost.dollars is None else f"${cost.dollars / 1e3:,.1f}k"
+    if cost.dollars is None:
+        return ""
+    return (
+        f"${cost.dollars:,.0f}" if cost.dollars < 10_000 else f"${short_count(cost.dollars)}".replace(" ", "")
+    )
