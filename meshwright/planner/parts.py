@@ -12,7 +12,7 @@ from meshwright.planner.request import Request
 from meshwright.presets.calibration import calibration_of
 from meshwright.simulation.host import host_step
 from meshwright.simulation.host_peak import host_peak
-from meshwright.simulation.job import Layout, data_stride, pipeline_stride
+from meshwright.simulation.job import Layout, data_stride, num_microbatches, pipeline_stride
 from meshwright.simulation.layers import LayerSeconds, head_seconds, layer_seconds
 from meshwright.simulation.peak import (
     HeldPieces,
@@ -29,6 +29,7 @@ from meshwright.simulation.step import (
     layers_of_stages,
     one_message_seconds,
     sharing_seconds,
+    slowest_stage,
     step_seconds,
 )
 
@@ -64,6 +65,17 @@ class Parts:
         own = sharing or self.sharing(layout)
         pieces = Pieces(layer, head, self._message(layout), own)
         return step_seconds(request.work, layout, request.cluster, self._fit, pieces=pieces)
+
+    def computation(self, layout: Layout) -> float:
+        """Of the slowest stage, all micro-batches: no step of the layout is shorter, however it shares."""
+        work = self._request.work
+        if self._request.cluster.host is not None:
+            return 0.0
+        layer, head = self._layer_and_head(layout)
+        one = layer.compute + layer.tensor + layer.context
+        layers, extra = slowest_stage(layers_of_stages(work, layout), one, head)
+        # Less than a rounding error below what `step` adds up in another order.
+        return (1 - 1e-12) * num_microbatches(work, layout) * (layers * one + extra)
 
     def least(self, layout: Layout, sharing: Sharing) -> float:
         """With no less than this `sharing` a layout takes no less than this.

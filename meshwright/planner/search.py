@@ -10,6 +10,7 @@ none of them is not priced.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -107,15 +108,26 @@ class _Search:
         self._num_bounded = 0
 
     def run(self) -> Found:
-        """All groups in the order of their bounds, up to the first that cannot matter."""
+        """All groups in the order of their bounds, up to the first that cannot matter.
+
+        A group stands by its computation until it is first; only then its bound is worth more.
+        """
         standing = self._standing
-        bounded = sorted(self._bounds(), key=lambda pair: pair[0].seconds)
-        for at, (bound, group) in enumerate(bounded):
-            is_over = not self._wanted.exhaustive and bound.seconds > standing.last
+        wanted = enumerate(self._groups())
+        waiting = [(self._parts.computation(_first(group)), at, group) for at, group in wanted]
+        queue: list[tuple[float, int, Group, Bound | None]] = [(*one, None) for one in waiting]
+        heapq.heapify(queue)
+        while queue:
+            seconds, at, group, bound = heapq.heappop(queue)
+            is_over = not self._wanted.exhaustive and seconds > standing.last
             if is_over or (self._wanted.first and standing.best is not None):
-                self._num_bounded += len(bounded) - at
+                self._num_bounded += len(queue) + 1
                 break
-            self._look_at(group, bound)
+            if bound is None:
+                bound = self._bound(group)
+                heapq.heappush(queue, (bound.seconds, at, group, bound))
+            else:
+                self._look_at(group, bound)
         best = standing.best
         return Found(
             best,
@@ -129,18 +141,23 @@ class _Search:
             self._rejected,
         )
 
-    def _bounds(self) -> list[tuple[Bound, Group]]:
-        """Every group that is wanted, with its bound."""
+    def _groups(self) -> list[Group]:
+        """Every group that is wanted."""
         ready = self._wanted.ready
-        found = []
-        for group in groups(self._request, self._rejected, every=ready):
-            # What stands in the way of 1F1B without sharing stands in the way of all of a group.
-            may_run = ready and self._may_run(group.start)
-            if (may_run or not group.is_beaten) and group.shares and group.schedules:
-                start = with_changes(group.start, recompute=group.recomputes[0])
-                mesh, least = mesh_of(group.start), self._least(group, start)
-                found.append((Bound(mesh, least, is_beaten=group.is_beaten, may_run=may_run), group))
-        return found
+        return [
+            group
+            for group in groups(self._request, self._rejected, every=ready)
+            if (not group.is_beaten or (ready and self._may_run(group.start)))
+            and group.shares
+            and group.schedules
+        ]
+
+    def _bound(self, group: Group) -> Bound:
+        """What is known of a group before it is priced."""
+        # What stands in the way of 1F1B without sharing stands in the way of all of a group.
+        may_run = self._wanted.ready and self._may_run(group.start)
+        mesh, least = mesh_of(group.start), self._least(group, _first(group))
+        return Bound(mesh, least, is_beaten=group.is_beaten, may_run=may_run)
 
     def _may_run(self, start: Layout) -> bool:
         """Whether training runs 1F1B on these degrees; the micro-batch makes no difference."""
@@ -251,6 +268,11 @@ class _Search:
 
     def _reject(self, reason: str, count: int = 1) -> None:
         self._rejected[reason] = self._rejected.get(reason, 0) + count
+
+
+def _first(group: Group) -> Layout:
+    """A group's layout with the recomputation that takes the least time."""
+    return with_changes(group.start, recompute=group.recomputes[0])
 
 
 def _most_shared(shares: Sequence[Share]) -> list[Share]:
