@@ -61,7 +61,7 @@ def warnings_of(found: Plans) -> list[str]:
 
 # benchmarks/RESULTS.md.
 _MEASURED_HERE = (
-    "of 25 plans measured on 2 cores half are within 7 % of the measured time, the worst 27 % below it"
+    "of 25 plans measured on 2 cores half are within 6 % of the measured time, the worst 18 % below it"
 )
 
 
