@@ -220,7 +220,9 @@ def test_a_build_that_differs_each_time():
     def build():
         model = Net()
         with torch.no_grad():
-            model.head.bias.fill_(time.perf_counter_ns() % 10**6)  # seconds are alike in float32 for milliseconds
+            model.head.bias.fill_(
+                time.perf_counter_ns() % 10**6
+            )  # seconds are alike in float32 for milliseconds
         return model
 
     with pytest.raises(ConfigError, match=r"E801 two builds .* first in 'head\.bias' \(1 of "):
