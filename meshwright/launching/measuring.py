@@ -220,12 +220,12 @@ def _gather_seconds(world: World) -> float:
         for layers in (1, 5):
             run, _ = _run(_TINY, layers, world.size, world=world, zero=zero)
             with closing(run.mesh):
-                found[zero, layers] = _median_of(run)
+                found[zero, layers] = _seconds_of_step(run)
     return max(0.0, (found[3, 5] - found[3, 1] - found[0, 5] + found[0, 1]) / 4)
 
 
-def _median_of(run: Run) -> float:
-    """Median processor seconds of a step; all ranks make as many."""
+def _seconds_of_step(run: Run) -> float:
+    """Processor seconds of a step between computation; all ranks make as many."""
     counter = iter(range(10**9))
     return seconds_between(lambda: run.make_step(next(counter)), as_a_step(), in_a_group=2)
 
@@ -266,8 +266,7 @@ def _resident_bytes() -> int:
 def _whole_step(model: Sequence[str], layers: int, samples: int) -> float:
     run, _ = _run(model, layers, samples)
     with closing(run.mesh):
-        counter = iter(range(10**9))
-        return seconds_between(lambda: run.make_step(next(counter)), as_a_step(), in_a_group=2)
+        return _seconds_of_step(run)
 
 
 _ALONE = World(rank=0, size=1, local_rank=0, local_size=1)

@@ -209,7 +209,8 @@ def num_cores() -> int:
 def _run(order: Order, processes: int) -> list[Found]:
     parts = ["collectives"] if order.has_collectives else []
     parts += ["a step beside its model"] if order.has_steps else []
-    parts += ["blocks, heads and attention of the model"] if order.blocks else []
+    has_model = order.blocks or order.heads or order.attends
+    parts += ["blocks, heads and attention of the model"] if has_model else []
     # Some seconds for each part; the answer itself may be all that stdout has.
     print(f"measuring this host on {processes} processes: {', '.join(parts)}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:

@@ -32,7 +32,7 @@ _ENGINE_RATE = 1.6
 @dataclass(frozen=True)
 class LayerSeconds:
     """Of one micro-batch: forward, gradients of inputs, gradients of weights, and what runs again; communication
-    that is not hidden is `tensor`, for all passes together, of which the repeated forward's is `tensor_again`."""
+    that is not hidden is `tensor` and `context`, for all passes together, with those of what runs again."""
 
     forward: float
     inputs: float
